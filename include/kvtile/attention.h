@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kvtile/cache.h"
+#include "kvtile/run.h"
 #include "kvtile/slot.h"
 #include "kvtile/status.h"
 
@@ -70,19 +71,6 @@ struct AttentionCall {
   int64_t max_seq_len = 0;
 };
 
-struct RunOptions {
-  const char* backend = nullptr;  // a name from backend_name(); null = first row that supports it
-  int num_threads = 0;            // CPU; 0 = all. Bits do not depend on it; workspace does.
-  void* stream = nullptr;         // CUDA stream
-};
-
-struct RunReport {
-  const char* backend = nullptr;  // the path taken, e.g. "cpu/avx3"
-  size_t workspace_bytes = 0;
-  int64_t tile_tokens = 0;  // after rounding
-  int num_threads = 0;
-};
-
 struct Workspace {
   void* data = nullptr;  // 64-byte aligned
   size_t bytes = 0;
@@ -118,10 +106,9 @@ struct MergeCall {
   float* lse = nullptr;  // [num_heads, total_q] or null
   int64_t out_stride_token = 0, out_stride_head = 0;
   int64_t lse_stride_head = 0, lse_stride_token = 0;
-  int num_threads = 0;
 };
 
-Status merge_states(const MergeCall& call);
+Status merge_states(const MergeCall& call, const RunOptions& options = {});
 
 // The backend table, in order of preference; the last row is always "cpu".
 int num_backends();

@@ -93,6 +93,8 @@ typedef struct kvtile_encode_call {
   kvtile_cache cache;
   int32_t checked;
   int32_t num_threads;
+  const char* backend; /* null = "cpu" */
+  void* stream;
 } kvtile_encode_call;
 
 typedef struct kvtile_decode_call {
@@ -105,6 +107,8 @@ typedef struct kvtile_decode_call {
   void* value;
   int32_t unrotate_keys;
   int32_t num_threads;
+  const char* backend; /* null = "cpu" */
+  void* stream;
 } kvtile_decode_call;
 
 typedef struct kvtile_attention_call {
@@ -175,6 +179,8 @@ typedef struct kvtile_merge_call {
   void* out;
   float* lse;
   int64_t out_stride_token, out_stride_head, lse_stride_head, lse_stride_token;
+  const char* backend; /* null = "cpu" */
+  void* stream;
 } kvtile_merge_call;
 
 KVTILE_API const char* kvtile_version(void);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kvtile/cache.h"
+#include "kvtile/run.h"
 #include "kvtile/slot.h"
 #include "kvtile/status.h"
 
@@ -36,12 +37,12 @@ struct EncodeCall {
   // Refuse (kValueOverflow, kNonFinite: token and head named, nothing written) what would
   // otherwise be stored bent and counted.
   bool checked = false;
-  int num_threads = 0;  // 0 = all
 };
 
 // Two tokens of one call must not name the same slot. Slots out of range: kOutOfRange, nothing
 // written.
-Status encode_slots(const EncodeCall& call, EncodeReport* report = nullptr);
+Status encode_slots(const EncodeCall& call, EncodeReport* report = nullptr,
+                    const RunOptions& options = {});
 
 struct DecodeCall {
   PagedCache cache;
@@ -51,10 +52,9 @@ struct DecodeCall {
   void* value = nullptr;  // Hadamard space unless unrotate_keys. value: the same shape, or null.
   DType dtype = DType::kFloat32;
   bool unrotate_keys = false;
-  int num_threads = 0;
 };
 
-Status decode_slots(const DecodeCall& call);
+Status decode_slots(const DecodeCall& call, const RunOptions& options = {});
 
 enum class SlotField : uint8_t { kNorm = 0, kScale = 1, kZero = 2, kKeyByte = 3 };
 const char* slot_field_name(SlotField field);
