@@ -82,8 +82,8 @@ class Table:
         bar = (f">= {at_least:g}" if at_least is not None else
                f"<= {at_most:g}" if at_most is not None else "")
         mark = "" if not bar else "  ok" if met else "  MISSED"
-        print(f"  {name:44} {median:9.3f} [{low:.3f}, {high:.3f}] {unit:6} {bar:9}"
-              f" {ours:>18} {peer:>18}{mark}", flush=True)
+        print(f"  {name:56} {median:9.3f} [{low:.3f}, {high:.3f}] {unit:6} {bar:9}"
+              f" {ours:>14} {peer:>18}{mark}", flush=True)
 
 
 # ---- Inputs and equality ------------------------------------------------------------------------
