@@ -328,6 +328,7 @@ def compare_codec(library, options, table, report):
         cache.decode(key_out, value_out, num_threads=1)
         check_codec(preset, key, value, key_out, value_out)
         for dtype, dtype_name, unrotate in ((capi.FLOAT32, "fp32", False),
+                                            (capi.FLOAT16, "fp16", False),
                                             (capi.BFLOAT16, "bf16", False),
                                             (capi.FLOAT32, "fp32, un-rotated", True)):
             decode = lambda: cache.decode(key_out, value_out, dtype, unrotate, num_threads=1)
