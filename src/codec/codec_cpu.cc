@@ -181,7 +181,7 @@ void encode_values(const EncodeBatch& batch, float* x, uint32_t* codes, EncodeRe
   const SlotFormat& format = *batch.format;
   const size_t lanes = lane_count();
   const auto head_dim = static_cast<size_t>(format.head_dim);
-  constexpr int kLevels = (1 << kBits) - 1;
+  constexpr float kLevels = (1 << kBits) - 1;
 
   // Clamping the inputs, not the stored zero alone, confines the damage of an outlier to itself.
   const VF limit = hn::Set(df, kHalfMax);
@@ -197,13 +197,15 @@ void encode_values(const EncodeBatch& batch, float* x, uint32_t* codes, EncodeRe
     low = hn::Min(low, v);
     high = hn::Max(high, v);
   }
-  const VF scale = hn::Max(hn::Div(hn::Sub(high, low), hn::Set(df, static_cast<float>(kLevels))),
-                           hn::Set(df, 1e-8f));
+  // The store this must match byte for byte divides by multiplying with a reciprocal, twice.
+  const VF scale =
+      hn::Max(hn::Mul(hn::Sub(high, low), hn::Set(df, 1.0f / kLevels)), hn::Set(df, 1e-8f));
+  const VF inverse = hn::Div(hn::Set(df, 1.0f), scale);
   for (size_t d = 0; d < head_dim; ++d) {
     const VF v = hn::LoadU(df, x + d * lanes);
-    const VF steps = hn::Add(hn::Div(hn::Sub(v, low), scale), hn::Set(df, 0.5f));
+    const VF steps = hn::Add(hn::Mul(hn::Sub(v, low), inverse), hn::Set(df, 0.5f));
     auto code = hn::ConvertTo(di, steps);  // truncates; steps are positive
-    code = hn::Min(code, hn::Set(di, kLevels));
+    code = hn::Min(code, hn::Set(di, static_cast<int>(kLevels)));
     const VU stored = hn::IfThenElseZero(hn::RebindMask(du, finite), hn::BitCast(du, code));
     hn::StoreU(stored, du, codes + d * lanes);
   }
