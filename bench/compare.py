@@ -407,8 +407,9 @@ def versions(library, options, report):
 
     blas = [f"{pool['version']} {pool['architecture']}" for pool in threadpool_info()
             if pool["internal_api"] == "openblas"]
-    found = {"kvtile": library.version(), "kvtile_backend": (report.backend or b"").decode(),
-             "numpy": np.__version__, "openblas": ", ".join(blas)}
+    found = {"kvtile": library.version(), "numpy": np.__version__, "openblas": ", ".join(blas)}
+    if report.backend:
+        found["kvtile_backend"] = report.backend.decode()
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].__version__
     if "ggml" in options.sections:
