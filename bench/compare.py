@@ -142,8 +142,8 @@ def check_attention(attention):
             error = rel_error(attention.out[row, head].astype(np.float64), want)
             lse_error = abs(float(attention.lse[head, row]) - want_lse) / max(1.0, abs(want_lse))
             if not (error <= REL_TOLERANCE and lse_error <= REL_TOLERANCE):
-                raise Unequal(f"attend, row {row}, head {head}: got relative error {error:.2e} (lse "
-                              f"{lse_error:.2e}), wanted at most {REL_TOLERANCE:g}")
+                raise Unequal(f"attend, row {row}, head {head}: got relative error {error:.2e} "
+                              f"(lse {lse_error:.2e}), wanted at most {REL_TOLERANCE:g}")
 
 
 # ---- Comparisons --------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def machine_text(results):
     machine = results["machine"]
     tools = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     changes = " with uncommitted changes" if results["uncommitted_changes"] else ""
-    return (f"{machine['cpu']}, {machine['cores']} cores; commit `{results['commit'][:12]}`{changes};"
-            f" {tools}.\n`{results['command']}`\n")
+    commit = results["commit"][:12]
+    return (f"{machine['cpu']}, {machine['cores']} cores; commit `{commit}`{changes}; {tools}.\n`{results['command']}`\n")
 
 
 def table_text(results, name):
@@ -73,7 +73,7 @@ def render(text):
 
 def main():
     parser = argparse.ArgumentParser(description="Tables of the documents from measured results.")
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 on a difference")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it would")
     parser.add_argument("documents", nargs="*", default=["docs/performance.md"],
                         help="relative to the repository")
     options = parser.parse_args()
