@@ -37,7 +37,8 @@ def machine_text(results):
     tools = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     changes = " with uncommitted changes" if results["uncommitted_changes"] else ""
     commit = results["commit"][:12]
-    return (f"{machine['cpu']}, {machine['cores']} cores; commit `{commit}`{changes}; {tools}.\n`{results['command']}`\n")
+    return (f"{machine['cpu']}, {machine['cores']} cores; commit `{commit}`{changes}; {tools}.\n"
+            f"`{results['command']}`\n")
 
 
 def table_text(results, name):
