@@ -350,7 +350,7 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
       }
       if (n == 0) continue;
       if (call.key != nullptr) {
-        unpack_keys(format, slots, TokenSpan{0, n}, words, key_tile, key_scale);
+        unpack_keys(format, slots, TokenSpan{0, n}, key_tile, key_scale);
         finish_keys(format, n, call.unrotate_keys && format.rotated(), key_scale, key_tile);
         for (int i = 0; i < n; ++i) {
           const auto t = static_cast<size_t>(i);
