@@ -131,38 +131,55 @@ void encode_rotated_keys(const EncodeBatch& batch, float* x, uint32_t* codes,
   }
 }
 
-// Rounds |x| to the flavour's 4-exponent-bit, 3-mantissa-bit grid. Rounding happens on the fp32
-// bits for normal results and by adding a constant for subnormal ones, both to nearest even.
+// The byte of a magnitude at most 448: to nearest even, as the hardware conversion does.
+inline VU fp8_e4m3_magnitude(VF magnitude) {
+  const F32 df;
+  const U32 du;
+  const VU bits = hn::BitCast(du, magnitude);
+  const VU odd = hn::And(hn::ShiftRight<20>(bits), hn::Set(du, 1));
+  const VU rounded = hn::ShiftRight<20>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFF)), odd));
+  const VU normal = hn::Sub(rounded, hn::Set(du, (127 - 7) << 3));
+  // Below 2^-6 the step is 2^-9: adding 2^23 steps leaves the rounded count in the low bits.
+  const VF magic = hn::Set(df, 0x1p14f);
+  const VU subnormal = hn::And(hn::BitCast(du, hn::Add(magnitude, magic)), hn::Set(du, 0xFF));
+  const auto is_normal = hn::RebindMask(du, hn::Ge(magnitude, hn::Set(df, 0x1p-6f)));
+  return hn::IfThenElse(is_normal, normal, subnormal);
+}
+
+// The byte of a magnitude at most 1.75: ties away from zero, as the software conversion does (add
+// half a step to the fp16 word, then shift).
+inline VU fp8_e4b15_magnitude(VF magnitude) {
+  const F32 df;
+  const U32 du;
+  const hn::RebindToSigned<F32> di;
+  const VU rounded = hn::ShiftRight<20>(hn::Add(hn::BitCast(du, magnitude), hn::Set(du, 0x80000)));
+  const VU normal = hn::Sub(rounded, hn::Set(du, (127 - 15) << 3));
+  const auto half_steps = hn::ConvertTo(di, hn::Mul(magnitude, hn::Set(df, 0x1p24f)));
+  const VU subnormal = hn::ShiftRight<7>(hn::Add(hn::BitCast(du, half_steps), hn::Set(du, 64)));
+  const auto is_normal = hn::RebindMask(du, hn::Ge(magnitude, hn::Set(df, 0x1p-14f)));
+  return hn::IfThenElse(is_normal, normal, subnormal);
+}
+
 template <KeyCode kKey>
 void encode_fp8_keys(const EncodeBatch& batch, const float* x, uint32_t* codes,
                      EncodeReport* report) {
   const F32 df;
   const U32 du;
   constexpr bool kE4M3 = kKey == KeyCode::kFp8E4M3;
-  constexpr uint32_t kBias = kE4M3 ? 7 : 15;
-  constexpr float kLargest = kE4M3 ? 448.0f : 1.75f;
+  const VF largest = hn::Set(df, kE4M3 ? 448.0f : 1.75f);
+  const VF largest_float = hn::Set(df, 3.40282347e38f);
   const size_t lanes = lane_count();
   const auto head_dim = static_cast<size_t>(batch.format->head_dim);
-  // Smallest normal; below it the grid step is 2^(1 - bias - 3).
-  const VF smallest_normal = hn::BitCast(df, hn::Set(du, (128 - kBias) << 23));
-  // Adding 2^23 steps leaves the step count, rounded, in the low bits.
-  const VF magic = hn::BitCast(df, hn::Set(du, (127 + 23 + 1 - kBias - 3) << 23));
-  auto non_finite = hn::Ne(magic, magic);
+  auto non_finite = hn::Ne(largest, largest);
   for (size_t d = 0; d < head_dim; ++d) {
     const VF value = hn::LoadU(df, x + d * lanes);
     const VF magnitude = hn::Abs(value);
     const auto is_nan = hn::Ne(value, value);
-    non_finite = hn::Or(non_finite, hn::Not(hn::Le(magnitude, hn::Set(df, 3.40282347e38f))));
-    const auto too_large = hn::Gt(magnitude, hn::Set(df, kLargest));
+    const auto too_large = hn::Gt(magnitude, largest);
+    non_finite = hn::Or(non_finite, hn::Not(hn::Le(magnitude, largest_float)));
     report->key_elements_clamped += count_lanes(too_large);
-    const VF clamped = hn::IfThenElse(hn::Or(is_nan, too_large), hn::Set(df, kLargest), magnitude);
-    const VU bits = hn::BitCast(du, clamped);
-    const VU odd = hn::And(hn::ShiftRight<20>(bits), hn::Set(du, 1));
-    const VU rounded = hn::ShiftRight<20>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFF)), odd));
-    const VU normal = hn::Sub(rounded, hn::Set(du, (127 - kBias) << 3));
-    const VU subnormal = hn::And(hn::BitCast(du, hn::Add(clamped, magic)), hn::Set(du, 0xFF));
-    const auto is_normal = hn::RebindMask(du, hn::Ge(clamped, smallest_normal));
-    VU code = hn::IfThenElse(is_normal, normal, subnormal);
+    const VF clamped = hn::IfThenElse(hn::Or(is_nan, too_large), largest, magnitude);
+    VU code = kE4M3 ? fp8_e4m3_magnitude(clamped) : fp8_e4b15_magnitude(clamped);
     if constexpr (kE4M3) {
       code = hn::IfThenElse(hn::RebindMask(du, is_nan), hn::Set(du, 0x7F), code);
     }
@@ -181,7 +198,7 @@ void encode_values(const EncodeBatch& batch, float* x, uint32_t* codes, EncodeRe
   const SlotFormat& format = *batch.format;
   const size_t lanes = lane_count();
   const auto head_dim = static_cast<size_t>(format.head_dim);
-  constexpr int kLevels = (1 << kBits) - 1;
+  constexpr float kLevels = (1 << kBits) - 1;
 
   // Clamping the inputs, not the stored zero alone, confines the damage of an outlier to itself.
   const VF limit = hn::Set(df, kHalfMax);
@@ -197,13 +214,15 @@ void encode_values(const EncodeBatch& batch, float* x, uint32_t* codes, EncodeRe
     low = hn::Min(low, v);
     high = hn::Max(high, v);
   }
-  const VF scale = hn::Max(hn::Div(hn::Sub(high, low), hn::Set(df, static_cast<float>(kLevels))),
-                           hn::Set(df, 1e-8f));
+  // The store this must match byte for byte divides by multiplying with a reciprocal, twice.
+  const VF scale =
+      hn::Max(hn::Mul(hn::Sub(high, low), hn::Set(df, 1.0f / kLevels)), hn::Set(df, 1e-8f));
+  const VF inverse = hn::Div(hn::Set(df, 1.0f), scale);
   for (size_t d = 0; d < head_dim; ++d) {
     const VF v = hn::LoadU(df, x + d * lanes);
-    const VF steps = hn::Add(hn::Div(hn::Sub(v, low), scale), hn::Set(df, 0.5f));
+    const VF steps = hn::Add(hn::Mul(hn::Sub(v, low), inverse), hn::Set(df, 0.5f));
     auto code = hn::ConvertTo(di, steps);  // truncates; steps are positive
-    code = hn::Min(code, hn::Set(di, kLevels));
+    code = hn::Min(code, hn::Set(di, static_cast<int>(kLevels)));
     const VU stored = hn::IfThenElseZero(hn::RebindMask(du, finite), hn::BitCast(du, code));
     hn::StoreU(stored, du, codes + d * lanes);
   }
