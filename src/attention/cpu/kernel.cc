@@ -23,6 +23,10 @@
 
 #include "src/attention/cpu/kernel.h"
 #include "src/attention/mask.h"
+
+// Every loop over a row tile must be unrolled, initialisation and epilogue too: an accumulator array
+// that one rolled loop indexes stays in memory, and the inner loop then stores it at each step.
+#define KVTILE_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -87,18 +91,17 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
   const F32 df;
   const size_t lanes = lane_count();
   VF acc0[kRows], acc1[kRows];
-  for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
+  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
   for (int d = 0; d < head_dim; ++d, query += kRowTile, panel += 2 * lanes) {
     const VF key0 = hn::LoadU(df, panel);
     const VF key1 = hn::LoadU(df, panel + lanes);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       const VF q = hn::Set(df, query[r]);
       acc0[r] = hn::MulAdd(q, key0, acc0[r]);
       acc1[r] = hn::MulAdd(q, key1, acc1[r]);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
+  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
     hn::StoreU(acc0[r], df, scores + r * kTileTokens);
     hn::StoreU(acc1[r], df, scores + r * kTileTokens + lanes);
   }
@@ -114,19 +117,18 @@ void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT val
   const size_t lanes = lane_count();
   for (size_t c = 0; c < static_cast<size_t>(head_dim); c += 2 * lanes) {
     VF acc0[kRows], acc1[kRows];
-    for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
     const float* row = values + static_cast<size_t>(span.begin) * pitch + c;
     for (int t = span.begin; t < span.end; ++t, row += pitch) {
       const VF value0 = hn::LoadU(df, row);
       const VF value1 = hn::LoadU(df, row + lanes);
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
+      KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
         const VF weight = hn::Set(df, weights[r * kTileTokens + t]);
         acc0[r] = hn::MulAdd(weight, value0, acc0[r]);
         acc1[r] = hn::MulAdd(weight, value1, acc1[r]);
       }
     }
-    for (int r = 0; r < kRows; ++r) {
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       float* o = out + static_cast<size_t>(r) * pitch + c;
       const VF factor = hn::Set(df, decay[r]);
       hn::StoreU(hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]), df, o);
