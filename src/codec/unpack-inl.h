@@ -49,11 +49,12 @@ inline uint32_t load_word(const std::byte* p) {
 // Sixteen levels, looked up by the low four bits of each lane; bits above are ignored.
 class LevelTable {
  public:
-  explicit LevelTable(const Codebook& book) : num_levels_(book.num_levels) {
+  explicit LevelTable(const Codebook& book) {
     std::memcpy(levels_, book.levels, sizeof(levels_));
 #if HWY_TARGET == HWY_AVX3
     all_ = hn::Load(F32(), levels_);
 #elif HWY_TARGET == HWY_AVX2
+    num_levels_ = book.num_levels;
     low_ = hn::Load(F32(), levels_);
     high_ = hn::Load(F32(), levels_ + 8);
 #endif
@@ -81,10 +82,10 @@ class LevelTable {
 
  private:
   alignas(64) float levels_[16];
-  int num_levels_;
 #if HWY_TARGET == HWY_AVX3
   VF all_;
 #elif HWY_TARGET == HWY_AVX2
+  int num_levels_;
   VF low_, high_;
 #endif
 };
