@@ -43,7 +43,7 @@ Status bad(const std::string& subject, std::string_view field, const std::string
 }
 
 std::string shape_string(const std::vector<int64_t>& shape) {
-  return fmt::format("[{}]", fmt::join(shape, ", "));
+  return fmt::format("[{}]", join_numbers(shape));
 }
 
 // Reads an array of non-negative integers below kMaxTensorBytes.
@@ -166,6 +166,15 @@ Status parse_header(const std::string& path, const char* text, int64_t bytes, js
 
 std::string quote_name(std::string_view text) {
   return json(text).dump(-1, ' ', true, json::error_handler_t::replace);
+}
+
+std::string join_numbers(const std::vector<int64_t>& numbers) {
+  std::string text;
+  for (int64_t number : numbers) {
+    if (!text.empty()) text += ", ";
+    text += std::to_string(number);
+  }
+  return text;
 }
 
 int64_t SafetensorsTensor::num_elements() const {

@@ -57,5 +57,6 @@ class SafetensorsFile {
 // `text` in double quotes with control characters escaped, so that a name taken from a file cannot
 // break an error out of its one line.
 std::string quote_name(std::string_view text);
+std::string join_numbers(const std::vector<int64_t>& numbers);  // "3, 2, 64"
 
 }  // namespace kvtile
