@@ -294,7 +294,7 @@ class CaseChecker {
         for (int d = 0; d < c_.head_dim(); ++d) {
           const size_t i = c_.row(t, h) + static_cast<size_t>(d);
           const uint16_t want = golden[c_.dequant_row(t, h) + static_cast<size_t>(d)];
-          const uint16_t rounded = float_to_float16(f32[i]);
+          const uint16_t rounded = float_to_half(f32[i]);
           if (rounded == want && f16[i] == want) continue;
           if (wrong++ == 0) {
             first =
@@ -394,7 +394,7 @@ class CaseChecker {
     const uint16_t a = word_at(got, norm_offset), b = word_at(want, norm_offset);
     if (a == b) return;
     const double middle =
-        0.5 * (static_cast<double>(float16_to_float(a)) + static_cast<double>(float16_to_float(b)));
+        0.5 * (static_cast<double>(half_to_float(a)) + static_cast<double>(half_to_float(b)));
     const bool explained = std::abs(a - b) == 1 && std::fabs(norm - middle) <= kTieDistance * norm;
     ++*(explained ? norm_ties : wrong_norms);
   }
@@ -454,7 +454,7 @@ class CaseChecker {
       for (int d = 0; d < c_.head_dim(); ++d) {
         const size_t k = static_cast<size_t>(d);
         const float v = raw ? c_.value_f32[c_.row(t, h) + k]
-                            : float16_to_float(c_.value_dequant[c_.dequant_row(t, h) + k]);
+                            : half_to_float(c_.value_dequant[c_.dequant_row(t, h) + k]);
         peak = std::max(peak, static_cast<double>(std::fabs(v)));
       }
     }
@@ -552,7 +552,7 @@ class CaseChecker {
           into_key_space(&c_.key_f32[c_.row(t, h / group)], rotate.data());
           double raw = 0, packed = 0;
           for (size_t d = 0; d < n; ++d) {
-            decoded[d] = float16_to_float(c_.key_dequant[c_.dequant_row(t, h / group) + d]);
+            decoded[d] = half_to_float(c_.key_dequant[c_.dequant_row(t, h / group) + d]);
             rotated_key[d] = static_cast<float>(rotate[d]);
             raw += query[d] * rotate[d];
             packed += query[d] * static_cast<double>(decoded[d]);
