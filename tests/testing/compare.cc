@@ -155,6 +155,36 @@ bool agree(double got, double want, double tolerance) {
   return result;
 }
 
+Status run_rows(AttentionCall call, const RunOptions& options, RowBits* rows) {
+  const int64_t row_bytes = int64_t{call.cache.format.head_dim} * dtype_bytes(call.dtype);
+  SentinelBuffer out(static_cast<size_t>(call.total_q * call.num_heads * row_bytes));
+  SentinelBuffer lse(static_cast<size_t>(call.total_q * call.num_heads) * sizeof(float));
+  call.out = out.data();
+  call.lse = reinterpret_cast<float*>(lse.data());
+  call.out_stride_token = call.out_stride_head = 0;
+  call.lse_stride_token = call.lse_stride_head = 0;
+  size_t bytes = 0;
+  Status status = workspace_bytes(call, options, &bytes);
+  if (!status.ok()) return status;
+  SentinelBuffer workspace(bytes);
+  status = attend(call, Workspace{workspace.data(), bytes}, options);
+  if (!status.ok()) return status;
+  if (!out.margins_intact() || !lse.margins_intact() || !workspace.margins_intact()) {
+    return Status(StatusCode::kOutOfRange, "bytes outside the outputs were written");
+  }
+  rows->clear();
+  for (int64_t r = 0; r < call.total_q; ++r) {
+    auto& row = rows->emplace_back();
+    for (int64_t h = 0; h < call.num_heads; ++h) {
+      const std::byte* o = out.data() + (r * call.num_heads + h) * row_bytes;
+      row.insert(row.end(), o, o + row_bytes);
+      const std::byte* l = lse.data() + (h * call.total_q + r) * 4;
+      row.insert(row.end(), l, l + 4);
+    }
+  }
+  return {};
+}
+
 ::testing::AssertionResult same_bits(const std::vector<std::byte>& a,
                                      const std::vector<std::byte>& b) {
   if (a.size() != b.size()) {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "kvtile/attention.h"
@@ -30,6 +31,11 @@ inline constexpr double kLseTolerance = 1e-5;     // absolute, plus fp32 roundin
 
 // run() and matches_reference() in one.
 ::testing::AssertionResult runs_and_matches(AttendProblem* problem, const RunOptions& options = {});
+
+// Runs `call` as given but into fresh contiguous outputs and exact workspace, and returns the bytes
+// of every row: output then lse, head by head. For calls derived from a problem by hand.
+using RowBits = std::vector<std::vector<std::byte>>;
+Status run_rows(AttentionCall call, const RunOptions& options, RowBits* rows);
 
 ::testing::AssertionResult same_bits(const std::vector<std::byte>& a,
                                      const std::vector<std::byte>& b);
