@@ -140,9 +140,8 @@ TEST(Uni, EveryElementOfARampArrivesAtItsPlace) {
         spec.seqs = {{10, q}};
         spec.dtype = DType::kFloat32;
         AttendProblem problem(spec);
-        ASSERT_TRUE(is_ok(problem.store(DType::kFloat32, zero_key, [&](int, int64_t, int, int d) {
-          return static_cast<double>(d % (top + 1));
-        })));
+        ASSERT_TRUE(is_ok(problem.store(DType::kFloat32, zero_key,
+                                        [&](int, int64_t, int, int d) { return ramp(spec, d); })));
         ASSERT_TRUE(is_ok(problem.run()));
         for (int64_t r = 0; r < q; ++r) {
           for (int d = 0; d < head_dim; ++d) {

@@ -48,7 +48,7 @@ void expected_slot(const SlotFormat& format, const std::byte* slot, float* key, 
     float partial[8] = {};
     for (int d = 0; d < head_dim; ++d) {
       key[d] = book.levels[unpack_code(slot, d, key_bits(format.key))];
-      partial[d % 8] = std::fma(key[d], key[d], partial[d % 8]);
+      partial[d % 8] += key[d] * key[d];
     }
     const float sum = ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
                       ((partial[4] + partial[5]) + (partial[6] + partial[7]));

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <numeric>
+#include <sstream>
 #include <stdexcept>
 
 #include "kvtile/codec.h"
@@ -73,24 +74,19 @@ SlotContent random_slot(const SlotFormat& format, Random* random) {
 }
 
 std::string describe(const AttendSpec& spec) {
-  std::string seqs;
-  for (const SeqSpec& s : spec.seqs) {
-    if (seqs.size() > 60) {
-      seqs += " ...";
-      break;
-    }
-    seqs += " " + std::to_string(s.cached_len) + "+" + std::to_string(s.q_len);
+  std::ostringstream text;
+  text << format_name(spec.format()) << " d" << spec.head_dim << " kv" << spec.num_kv_heads
+       << " group" << spec.group << " block" << spec.block_size << " layout"
+       << static_cast<int>(spec.layout) << " pad" << spec.slot_padding << " "
+       << dtype_name(spec.dtype) << (spec.mask.causal ? " causal" : " full") << " window"
+       << spec.mask.window << " softcap" << spec.softcap << (spec.sinks ? " sinks" : "")
+       << (spec.raw_chunk ? " raw" : " packed") << (spec.short_tables ? " short-tables" : "")
+       << (spec.strided ? " strided" : "") << " tile" << spec.tile_tokens << " seed" << spec.seed
+       << " seqs";
+  for (size_t i = 0; i < std::min<size_t>(spec.seqs.size(), 12); ++i) {
+    text << " " << spec.seqs[i].cached_len << "+" << spec.seqs[i].q_len;
   }
-  return format_name(spec.format()) + " d" + std::to_string(spec.head_dim) + " kv" +
-         std::to_string(spec.num_kv_heads) + " group" + std::to_string(spec.group) + " block" +
-         std::to_string(spec.block_size) + " layout" +
-         std::to_string(static_cast<int>(spec.layout)) + " pad" +
-         std::to_string(spec.slot_padding) + " " + dtype_name(spec.dtype) +
-         (spec.mask.causal ? " causal" : " full") + " window" + std::to_string(spec.mask.window) +
-         (spec.softcap > 0 ? " softcap" : "") + (spec.sinks ? " sinks" : "") +
-         (spec.raw_chunk ? " raw" : " packed") + (spec.short_tables ? " short-tables" : "") +
-         (spec.strided ? " strided" : "") + " tile" + std::to_string(spec.tile_tokens) + " seed" +
-         std::to_string(spec.seed) + " seqs" + seqs;
+  return text.str();
 }
 
 AttendProblem::AttendProblem(const AttendSpec& spec_in) : spec(spec_in) {

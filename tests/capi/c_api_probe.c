@@ -1,0 +1,1 @@
+int kvtile_probe_unused;
