@@ -83,7 +83,8 @@ struct Store {
   EncodeReport report;
 };
 
-// The value half of the definition in fp32, operation by operation.
+// The value half of the definition in fp32, operation by operation. Divisions are multiplications
+// by a reciprocal, as in the store whose bytes this one reproduces.
 struct ValueWords {
   std::vector<int> codes;
   uint16_t scale, zero;
@@ -92,10 +93,11 @@ ValueWords expected_value(const float* value, int head_dim, int bits) {
   const float levels = static_cast<float>((1 << bits) - 1);
   const float low = *std::min_element(value, value + head_dim);
   const float high = *std::max_element(value, value + head_dim);
-  const float scale = std::max((high - low) / levels, 1e-8f);
+  const float scale = std::max((high - low) * (1.0f / levels), 1e-8f);
+  const float inverse = 1.0f / scale;
   ValueWords words;
   for (int d = 0; d < head_dim; ++d) {
-    const float x = (value[d] - low) / scale + 0.5f;
+    const float x = (value[d] - low) * inverse + 0.5f;
     words.codes.push_back(std::clamp(static_cast<int>(x), 0, (1 << bits) - 1));
   }
   words.scale = double_to_half(static_cast<double>(scale));
@@ -343,7 +345,7 @@ TEST(Encode, Fp8KeysRoundToTheNearestCodeForEveryHalfWord) {
   }
 }
 
-TEST(Encode, E4b15KeysAreNearestWithinItsRangeAndClampedBeyond) {
+TEST(Encode, E4b15KeysRoundTiesAwayWithinTheirRangeAndClampBeyond) {
   const SlotFormat format = make_format("k8v4", 512, KeyCode::kFp8E4B15);
   Store store(format, 128);
   std::vector<uint16_t> words(65536), zeros(65536, 0);
@@ -362,9 +364,10 @@ TEST(Encode, E4b15KeysAreNearestWithinItsRangeAndClampedBeyond) {
     } else if (std::fabs(x) >= 1.75) {
       ASSERT_EQ(got, std::copysign(1.75, x)) << i;
     } else {
-      const double step =
-          std::max(std::ldexp(1.0, std::ilogb(std::max(std::fabs(x), 0x1p-14)) - 3), 0x1p-17);
-      ASSERT_LE(std::fabs(got - x), step / 2) << x;
+      // To nearest on the grid of x's binade, ties away from zero.
+      const int exponent = std::max(x == 0 ? -14 : std::ilogb(x), -14);
+      const double step = std::ldexp(1.0, exponent - 3);
+      ASSERT_EQ(got, std::copysign(std::floor(std::fabs(x) / step + 0.5) * step, x)) << x;
     }
   }
 }
@@ -469,8 +472,9 @@ TEST(Encode, SmallAndSubnormalInputsAreDefined) {
       reference_decode_slot(store.format, store.slot(i), key.data(), value.data());
       for (int d = 0; d < 64; ++d) {
         EXPECT_TRUE(std::isfinite(key[static_cast<size_t>(d)]));
+        // A range this narrow collapses to its minimum: fp16 cannot hold the scale.
         EXPECT_NEAR(value[static_cast<size_t>(d)], static_cast<double>(store.value_row(i)[d]),
-                    i < 3 ? 1.2e-7 : 3e-4);
+                    i < 3 ? 2.3e-7 : 3e-4);
       }
       const ValueWords want =
           expected_value(store.value_row(i), 64, value_bits(store.format.value));
