@@ -174,7 +174,7 @@ void encode_fp8_keys(const EncodeBatch& batch, const float* x, uint32_t* codes,
   for (size_t d = 0; d < head_dim; ++d) {
     const VF value = hn::LoadU(df, x + d * lanes);
     const VF magnitude = hn::Abs(value);
-    const auto is_nan = hn::Ne(value, value);
+    const auto is_nan = hn::IsNaN(value);
     const auto too_large = hn::Gt(magnitude, largest);
     non_finite = hn::Or(non_finite, hn::Not(hn::Le(magnitude, largest_float)));
     report->key_elements_clamped += count_lanes(too_large);
@@ -350,7 +350,7 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
       }
       if (n == 0) continue;
       if (call.key != nullptr) {
-        unpack_keys(format, slots, TokenSpan{0, n}, words, key_tile, key_scale);
+        unpack_keys(format, slots, TokenSpan{0, n}, key_tile, key_scale);
         finish_keys(format, n, call.unrotate_keys && format.rotated(), key_scale, key_tile);
         for (int i = 0; i < n; ++i) {
           const auto t = static_cast<size_t>(i);

@@ -38,11 +38,9 @@ constexpr int64_t key_tile_floats(int head_dim) { return int64_t{kTileTokens} * 
 constexpr int64_t value_tile_floats(int head_dim) {
   return int64_t{kTileTokens} * value_pitch(head_dim, kMaxLanes);
 }
-// Staging for packed words: keys use up to head_dim / 4 words a token, values a padded row each.
+// Staging for packed value words, a padded row for each token of a batch.
 constexpr int64_t tile_words(int head_dim) {
-  const int64_t keys = int64_t{kTileTokens} * (head_dim / 4);
-  const int64_t values = int64_t{kValueBatch} * (head_dim / 8 + kMaxLanes);
-  return keys > values ? keys : values;
+  return int64_t{kValueBatch} * (head_dim / 8 + kMaxLanes);
 }
 
 }  // namespace kvtile

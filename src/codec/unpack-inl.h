@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "hwy/highway.h"
 #include "src/codec/codebook.h"
@@ -48,11 +49,12 @@ inline uint32_t load_word(const std::byte* p) {
 // Sixteen levels, looked up by the low four bits of each lane; bits above are ignored.
 class LevelTable {
  public:
-  explicit LevelTable(const Codebook& book) : num_levels_(book.num_levels) {
+  explicit LevelTable(const Codebook& book) {
     std::memcpy(levels_, book.levels, sizeof(levels_));
 #if HWY_TARGET == HWY_AVX3
     all_ = hn::Load(F32(), levels_);
 #elif HWY_TARGET == HWY_AVX2
+    num_levels_ = book.num_levels;
     low_ = hn::Load(F32(), levels_);
     high_ = hn::Load(F32(), levels_ + 8);
 #endif
@@ -80,10 +82,10 @@ class LevelTable {
 
  private:
   alignas(64) float levels_[16];
-  int num_levels_;
 #if HWY_TARGET == HWY_AVX3
   VF all_;
 #elif HWY_TARGET == HWY_AVX2
+  int num_levels_;
   VF low_, high_;
 #endif
 };
@@ -114,50 +116,116 @@ HWY_INLINE VF decode_fp8(VU bytes) {
   return hn::Or(value, hn::BitCast(df, sign));
 }
 
-// Eight codes lie in `bits` consecutive bytes. Three-bit groups are read four bytes at a time: the
-// byte past a group belongs to the next field of the same slot.
-inline void gather_words(const std::byte* const* slots, TokenSpan span, int byte_offset,
-                         int bytes_per_word, int num_words, uint32_t* words) {
-  for (int t = span.begin; t < span.end; ++t) {
-    const std::byte* p = slots[t] + byte_offset;
-    for (int w = 0; w < num_words; ++w, p += bytes_per_word) {
-      words[w * kTileTokens + t] = load_word(p);
-    }
+#if HWY_TARGET != HWY_SCALAR
+// Sixteen bytes at `offset`, one slot a 128-bit block: block b reads slots[stride * b].
+inline VU load_blocks(const std::byte* const* slots, int stride, int offset) {
+  const hn::Full128<uint32_t> block;
+  const auto load = [&](int b) {
+    return hn::LoadU(block, reinterpret_cast<const uint32_t*>(slots[stride * b] + offset));
+  };
+#if HWY_TARGET == HWY_AVX3
+  const hn::Full256<uint32_t> half;
+  return hn::Combine(U32(), hn::Combine(half, load(3), load(2)),
+                     hn::Combine(half, load(1), load(0)));
+#elif HWY_TARGET == HWY_AVX2
+  return hn::Combine(U32(), load(1), load(0));
+#else
+  return load(0);
+#endif
+}
+
+// Spreads four 3-byte groups of each 128-bit block over its four lanes. The top byte of a lane is
+// left over and ignored.
+inline VU spread_groups(VU packed) {
+  alignas(16) static constexpr uint8_t kBytes[16] = {0, 1, 2, 3, 3, 4,  5,  6,
+                                                     6, 7, 8, 9, 9, 10, 11, 12};
+  const hn::Repartition<uint8_t, U32> du8;
+  return hn::BitCast(U32(),
+                     hn::TableLookupBytes(hn::BitCast(du8, packed), hn::LoadDup128(du8, kBytes)));
+}
+#endif
+
+// Words in which a vector of tokens is unpacked together: as many as a 128-bit load brings.
+#if HWY_TARGET == HWY_SCALAR
+constexpr int kWordsPerLoad = 1;
+#else
+constexpr int kWordsPerLoad = 4;
+#endif
+
+struct WordGroup {
+  VU word[kWordsPerLoad];
+};
+
+// Words first_word.. of lane_count() slots, lanes over slots. A word is kBytesPerWord packed bytes;
+// what a load reads beyond the key codes is a later field of the same slot.
+template <int kBytesPerWord>
+HWY_INLINE WordGroup load_words(const std::byte* const* slots, int first_word) {
+  const U32 du;
+  const int offset = first_word * kBytesPerWord;
+  WordGroup group;
+#if HWY_TARGET == HWY_SCALAR
+  group.word[0] = hn::Set(du, load_word(slots[0] + offset));
+#else
+  // Block b of row i is slot i + 4 b, so that a 4x4 transpose of blocks puts slots in lane order.
+  const hn::Repartition<uint64_t, U32> du64;
+  VU rows[4];
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = load_blocks(slots + i, 4, offset);
+    if constexpr (kBytesPerWord == 3) rows[i] = spread_groups(rows[i]);
+  }
+  const auto lower01 = hn::BitCast(du64, hn::InterleaveLower(du, rows[0], rows[1]));
+  const auto upper01 = hn::BitCast(du64, hn::InterleaveUpper(du, rows[0], rows[1]));
+  const auto lower23 = hn::BitCast(du64, hn::InterleaveLower(du, rows[2], rows[3]));
+  const auto upper23 = hn::BitCast(du64, hn::InterleaveUpper(du, rows[2], rows[3]));
+  group.word[0] = hn::BitCast(du, hn::InterleaveLower(du64, lower01, lower23));
+  group.word[1] = hn::BitCast(du, hn::InterleaveUpper(du64, lower01, lower23));
+  group.word[2] = hn::BitCast(du, hn::InterleaveLower(du64, upper01, upper23));
+  group.word[3] = hn::BitCast(du, hn::InterleaveUpper(du64, upper01, upper23));
+#endif
+  return group;
+}
+
+// slots[t..t + lanes), with lanes outside the span repeating a slot inside it.
+inline void clamp_slots(const std::byte* const* slots, TokenSpan span, size_t t,
+                        const std::byte** lane_slots) {
+  for (size_t i = 0; i < lane_count(); ++i) {
+    lane_slots[i] = slots[span.contains(t + i) ? t + i : static_cast<size_t>(span.begin)];
   }
 }
 
 template <int kBits>
 void unpack_rotated_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                         uint32_t* words, float* key_tile, float* key_scale) {
+                         float* key_tile, float* key_scale) {
   const F32 df;
-  const U32 du;
   const int head_dim = format.head_dim;
-  const int num_words = head_dim / 8;
   const size_t lanes = lane_count();
   const size_t panel = panel_tokens();
-  gather_words(slots, span, 0, kBits, num_words, words);
   const LevelTable table(make_codebook(format.key, head_dim));
-
+  const std::byte* lane_slots[kMaxLanes];
   for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
+    clamp_slots(slots, span, t, lane_slots);
     float* column = key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
     // Eight partial sums in coordinate order, multiply and add apart: the decode definition of
     // docs/format.md, the same on every target and GPU.
     VF s0 = hn::Zero(df), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
-    for (int w = 0; w < num_words; ++w) {
-      VU word = hn::LoadU(du, words + w * kTileTokens + t);
-      const auto next = [&](VF& sum) {
-        const VF level = table.lookup(word);
-        word = hn::ShiftRight<kBits>(word);
-        sum = hn::Add(sum, hn::Mul(level, level));
-        hn::StoreU(level, df, column);
-        column += panel;
-      };
-      next(s0), next(s1), next(s2), next(s3), next(s4), next(s5), next(s6), next(s7);
+    for (int w = 0; w < head_dim / 8; w += kWordsPerLoad) {
+      const WordGroup group = load_words<kBits>(lane_slots, w);
+#pragma GCC unroll 4
+      for (int i = 0; i < kWordsPerLoad; ++i) {
+        VU word = group.word[i];
+        const auto next = [&](VF& sum) {
+          const VF level = table.lookup(word);
+          word = hn::ShiftRight<kBits>(word);
+          sum = hn::Add(sum, hn::Mul(level, level));
+          hn::StoreU(level, df, column);
+          column += panel;
+        };
+        next(s0), next(s1), next(s2), next(s3), next(s4), next(s5), next(s6), next(s7);
+      }
     }
-    float norms[HWY_MAX_BYTES / sizeof(float)] = {};
+    float norms[kMaxLanes];
     for (size_t i = 0; i < lanes; ++i) {
-      if (!span.contains(t + i)) continue;
-      norms[i] = half_to_float(load_half_word(slots[t + i] + format.norm_offset()));
+      norms[i] = half_to_float(load_half_word(lane_slots[i] + format.norm_offset()));
     }
     VF scale = hn::LoadU(df, norms);
     if (format.norm_correction) {
@@ -171,22 +239,25 @@ void unpack_rotated_keys(const SlotFormat& format, const std::byte* const* slots
 
 template <KeyCode kKey>
 void unpack_fp8_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                     uint32_t* words, float* key_tile, float* key_scale) {
+                     float* key_tile, float* key_scale) {
   const F32 df;
-  const U32 du;
-  const int head_dim = format.head_dim;
-  const int num_words = head_dim / 4;
+  const int num_words = format.head_dim / 4;
   const size_t lanes = lane_count();
   const size_t panel = panel_tokens();
-  gather_words(slots, span, 0, 4, num_words, words);
+  const std::byte* lane_slots[kMaxLanes];
   for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
-    float* column = key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
-    for (int w = 0; w < num_words; ++w) {
-      VU word = hn::LoadU(du, words + w * kTileTokens + t);
-      for (int j = 0; j < 4; ++j) {
-        hn::StoreU(decode_fp8<kKey>(word), df, column);
-        word = hn::ShiftRight<8>(word);
-        column += panel;
+    clamp_slots(slots, span, t, lane_slots);
+    float* column =
+        key_tile + (t / panel) * panel * static_cast<size_t>(format.head_dim) + t % panel;
+    for (int w = 0; w < num_words; w += kWordsPerLoad) {
+      const WordGroup group = load_words<4>(lane_slots, w);
+      for (int i = 0; i < kWordsPerLoad && w + i < num_words; ++i) {
+        VU word = group.word[i];
+        for (int j = 0; j < 4; ++j) {
+          hn::StoreU(decode_fp8<kKey>(word), df, column);
+          word = hn::ShiftRight<8>(word);
+          column += panel;
+        }
       }
     }
     hn::StoreU(hn::Set(df, 1.0f), df, key_scale + t);
@@ -194,20 +265,18 @@ void unpack_fp8_keys(const SlotFormat& format, const std::byte* const* slots, To
 }
 
 // Keys of slots[t] into column t, for t in the span; other columns of the vectors touched are left
-// undefined. `words` is scratch of tile_words(head_dim) elements.
+// undefined.
 inline void unpack_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                        uint32_t* words, float* key_tile, float* key_scale) {
+                        float* key_tile, float* key_scale) {
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return unpack_fp8_keys<KeyCode::kFp8E4M3>(format, slots, span, words, key_tile,
-                                                key_scale);
+      return unpack_fp8_keys<KeyCode::kFp8E4M3>(format, slots, span, key_tile, key_scale);
     case KeyCode::kFp8E4B15:
-      return unpack_fp8_keys<KeyCode::kFp8E4B15>(format, slots, span, words, key_tile,
-                                                 key_scale);
+      return unpack_fp8_keys<KeyCode::kFp8E4B15>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax4:
-      return unpack_rotated_keys<4>(format, slots, span, words, key_tile, key_scale);
+      return unpack_rotated_keys<4>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax3:
-      return unpack_rotated_keys<3>(format, slots, span, words, key_tile, key_scale);
+      return unpack_rotated_keys<3>(format, slots, span, key_tile, key_scale);
   }
 }
 
@@ -217,24 +286,35 @@ bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slo
   const F32 df;
   const U32 du;
   const hn::RebindToSigned<F32> di;
-  const int num_words = format.head_dim / 8;
+  const auto num_words = static_cast<size_t>(format.head_dim / 8);
   const size_t lanes = lane_count();
   const size_t pitch = static_cast<size_t>(value_pitch(format.head_dim, static_cast<int>(lanes)));
-  const size_t word_pitch = static_cast<size_t>(num_words) + lanes;
+  const size_t word_pitch = num_words + lanes;
   const VU mask = hn::Set(du, (1u << kBits) - 1);
+  // Vector loads stay inside the slot only where its codes fill whole vectors.
+  [[maybe_unused]] const bool whole_vectors = num_words % lanes == 0;
   bool all_finite = true;
   for (int first = span.begin; first < span.end; first += kValueBatch) {
     const int batch = std::min(span.end - first, kValueBatch);
     // Words are copied for a batch of tokens before any is read back as a vector: reading at once
     // would wait for the stores.
     for (int i = 0; i < batch; ++i) {
-      const std::byte* p = slots[first + i] + format.value_offset();
+      const std::byte* codes = slots[first + i] + format.value_offset();
       uint32_t* row = words + static_cast<size_t>(i) * word_pitch;
-      if constexpr (kBits == 4) {
-        std::memcpy(row, p, static_cast<size_t>(num_words) * 4);
-      } else {
-        for (int w = 0; w < num_words; ++w) row[w] = load_word(p + kBits * w);
+#if HWY_TARGET != HWY_SCALAR
+      if (whole_vectors) {
+        for (size_t w = 0; w < num_words; w += lanes, codes += lanes * kBits) {
+          if constexpr (kBits == 4) {
+            hn::StoreU(hn::LoadU(du, reinterpret_cast<const uint32_t*>(codes)), du, row + w);
+          } else {
+            const std::byte* blocks[4] = {codes, codes + 12, codes + 24, codes + 36};
+            hn::StoreU(spread_groups(load_blocks(blocks, 1, 0)), du, row + w);
+          }
+        }
+        continue;
       }
+#endif
+      for (size_t w = 0; w < num_words; ++w, codes += kBits) row[w] = load_word(codes);
     }
     for (int i = 0; i < batch; ++i) {
       const std::byte* slot = slots[first + i];
@@ -247,29 +327,31 @@ bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slo
       const uint32_t* row_words = words + static_cast<size_t>(i) * word_pitch;
       // Where head_dim/8 is no multiple of the lane count, a store's tail lanes spill into the next
       // run of columns (or the row's padding) and are overwritten by the next store.
-      const auto store_run = [&](auto shift, float* column) {
-        for (size_t w = 0; w < static_cast<size_t>(num_words); w += lanes) {
+      const auto store_run = [&](auto index) {
+        constexpr int kIndex = decltype(index)::value;
+        for (size_t w = 0; w < num_words; w += lanes) {
           const VU word = hn::LoadU(du, row_words + w);
-          const VU codes = hn::And(hn::ShiftRight<decltype(shift)::value * kBits>(word), mask);
+          const VU codes = hn::And(hn::ShiftRight<kIndex * kBits>(word), mask);
           const VF code = hn::ConvertTo(df, hn::BitCast(di, codes));
           // The product is exact (4-bit code, 11-bit scale), so fused or not is the same.
-          hn::StoreU(hn::MulAdd(code, scales, zeros), df, column + w);
+          hn::StoreU(hn::MulAdd(code, scales, zeros), df, row + kIndex * num_words + w);
         }
       };
-      store_run(std::integral_constant<int, 0>(), row);
-      store_run(std::integral_constant<int, 1>(), row + 1 * num_words);
-      store_run(std::integral_constant<int, 2>(), row + 2 * num_words);
-      store_run(std::integral_constant<int, 3>(), row + 3 * num_words);
-      store_run(std::integral_constant<int, 4>(), row + 4 * num_words);
-      store_run(std::integral_constant<int, 5>(), row + 5 * num_words);
-      store_run(std::integral_constant<int, 6>(), row + 6 * num_words);
-      store_run(std::integral_constant<int, 7>(), row + 7 * num_words);
+      store_run(std::integral_constant<int, 0>());
+      store_run(std::integral_constant<int, 1>());
+      store_run(std::integral_constant<int, 2>());
+      store_run(std::integral_constant<int, 3>());
+      store_run(std::integral_constant<int, 4>());
+      store_run(std::integral_constant<int, 5>());
+      store_run(std::integral_constant<int, 6>());
+      store_run(std::integral_constant<int, 7>());
     }
   }
   return all_finite;
 }
 
 // Values of slots[t] into row t, for t in the span. False if any scale or zero is not finite.
+// `words` is scratch of tile_words(head_dim) elements.
 inline bool unpack_values(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                           uint32_t* words, float* value_tile) {
   return format.value == ValueCode::kUniform4

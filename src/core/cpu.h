@@ -5,9 +5,11 @@
 #include <string_view>
 
 // Fewer targets, faster builds: AVX-512 and AVX2 on x86 (plus the compiler's baseline, one-lane
-// code), the baseline alone (NEON) elsewhere.
+// code), the baseline alone (NEON) elsewhere: SVE vectors cannot be elements of an array of
+// accumulators.
 #ifndef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL)
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 #endif
 
 namespace kvtile {

@@ -24,8 +24,9 @@
 #include "src/attention/cpu/kernel.h"
 #include "src/attention/mask.h"
 
-// Every loop over a row tile must be unrolled, initialisation and epilogue too: an accumulator array
-// that one rolled loop indexes stays in memory, and the inner loop then stores it at each step.
+// Every loop over a row tile must be unrolled, initialisation and epilogue too: an accumulator
+// array that one rolled loop indexes stays in memory, and the inner loop then stores it at each
+// step.
 #define KVTILE_UNROLL _Pragma("GCC unroll 16")
 #endif
 
@@ -223,10 +224,10 @@ struct Block {
   bool finite_values;  // no NaN or infinity among the loaded values
 };
 
-void load_packed(const AttentionCall& call, const RowTask& task, Block& block,
-                 ThreadScratch& scratch) {
+// Addresses of the block's slots, slots[t] for t in its span.
+void find_slots(const AttentionCall& call, const RowTask& task, const Block& block,
+                const std::byte** slots) {
   const PagedCache& cache = call.cache;
-  const std::byte* slots[kTileTokens];
   const int64_t first = call.first_positions == nullptr ? 0 : call.first_positions[task.seq];
   const int32_t* table = call.block_table + task.seq * call.block_table_stride;
   int64_t position = block.start + block.span.begin - first;
@@ -240,9 +241,28 @@ void load_packed(const AttentionCall& call, const RowTask& task, Block& block,
     t += run;
     position += run;
   }
-  unpack_keys(cache.format, slots, block.span, scratch.words, scratch.key_tile, scratch.key_scale);
-  block.finite_values =
-      unpack_values(cache.format, slots, block.span, scratch.words, scratch.value_tile);
+}
+
+// Slots of one head are far apart in token-major pages: no hardware prefetcher follows them.
+void prefetch_packed(const AttentionCall& call, const RowTask& task, const Block& block) {
+  const std::byte* slots[kTileTokens];
+  find_slots(call, task, block, slots);
+  const int slot_bytes = call.cache.format.slot_bytes();
+  for (int t = block.span.begin; t < block.span.end; ++t) {
+    for (int offset = 0; offset < slot_bytes; offset += 64) {
+      __builtin_prefetch(slots[t] + offset, 0, 2);
+    }
+    __builtin_prefetch(slots[t] + slot_bytes - 1, 0, 2);
+  }
+}
+
+void load_packed(const AttentionCall& call, const RowTask& task, Block& block,
+                 ThreadScratch& scratch) {
+  const std::byte* slots[kTileTokens];
+  find_slots(call, task, block, slots);
+  const SlotFormat& format = call.cache.format;
+  unpack_keys(format, slots, block.span, scratch.key_tile, scratch.key_scale);
+  block.finite_values = unpack_values(format, slots, block.span, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
@@ -458,6 +478,19 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
   }
   if (low >= high) return;
 
+  // The block that holds position `begin`: it ends with its kTileTokens, its segment or the rows'
+  // last key, and never mixes packed and raw keys.
+  const auto block_at = [&](int64_t begin) {
+    Block block{};
+    block.raw = raw_chunk && begin >= cached_len;
+    block.start = begin / kTileTokens * kTileTokens;
+    int64_t end = std::min(high, block.start + kTileTokens);
+    if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
+    if (raw_chunk && !block.raw) end = std::min(end, cached_len);
+    block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+    return block;
+  };
+
   for (int lane = task.lane_begin; lane < task.lane_end; ++lane) {
     clear_states(scratch.lane, num_rows);
     int64_t segment = low / kSegmentTokens;
@@ -468,21 +501,19 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
       while (begin < segment_end) {
-        Block block{};
-        block.raw = raw_chunk && begin >= cached_len;
-        block.start = begin / kTileTokens * kTileTokens;
-        int64_t end = std::min(segment_end, block.start + kTileTokens);
-        // A block never mixes packed and raw keys.
-        if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
-        if (raw_chunk && !block.raw) end = std::min(end, cached_len);
-        block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+        Block block = block_at(begin);
+        begin = block.start + block.span.end;
+        const int64_t next = begin < segment_end ? begin : (segment + kNumLanes) * kSegmentTokens;
+        if (next < high) {
+          const Block ahead = block_at(next);
+          if (!ahead.raw) prefetch_packed(call, task, ahead);
+        }
         if (block.raw) {
           load_raw(call, task, cached_len, block, scratch);
         } else {
           load_packed(call, task, block, scratch);
         }
         attend_block(call, block, num_rows, scratch);
-        begin = end;
       }
       merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
     }
