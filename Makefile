@@ -9,7 +9,7 @@ DEMO_CONTEXT ?= 1010000
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BUILD_PACKAGES := g++-12 cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev \
-  nlohmann-json3-dev libgtest-dev libgmock-dev
+  nlohmann-json3-dev libgtest-dev python3
 BENCH_PACKAGES := libbenchmark-dev libopenblas-dev
 FORMAT_PACKAGES := clang-format-14
 CLANG_PACKAGES := clang-14 libclang-rt-14-dev libomp-14-dev
