@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "tests/testing/cases.h"
@@ -78,6 +79,8 @@ TEST(NonFinite, MetadataWordsReachExactlyTheRowsThatSeeThem) {
                                             : format.zero_offset();
             AttendProblem clean(spec), hit(spec);
             std::memcpy(hit.slot(0, position, 1) + offset, &word, 2);
+            SCOPED_TRACE("word " + std::to_string(word) + " field " + std::to_string(field) +
+                         " position " + std::to_string(position));
             expect_blast_radius(&clean, &hit, position, 1, field == 0);
           }
         }

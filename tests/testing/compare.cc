@@ -137,7 +137,7 @@ bool agree(double got, double want, double tolerance) {
                               : std::isnan(want_lse)
                                   ? std::isnan(got_lse)
                                   : std::fabs(got_lse - want_lse) <=
-                                        kLseTolerance + 2 * spacing(DType::kFloat32, want_lse);
+                                        kLseTolerance * std::max(1.0, std::fabs(want_lse) / 8);
       if (!lse_agrees) {
         return ::testing::AssertionFailure()
                << where() << " lse: got " << got_lse << ", oracle " << want_lse;

@@ -176,17 +176,21 @@ RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan vi
     return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
   };
   const VF infinity = hn::Set(df, kInfinity);
+  const VF nan = hn::Set(df, kNaN);
   const VF hidden = hn::Neg(infinity);
   VF max = hidden;
   auto is_finite = hn::Eq(infinity, infinity);
   for (size_t t = begin; t < end; t += lanes) {
-    VF s = hn::Mul(hn::LoadU(df, scores + t), hn::LoadU(df, key_scale + t));
+    const VF scale = hn::LoadU(df, key_scale + t);
+    VF s = hn::Mul(hn::LoadU(df, scores + t), scale);
     if (call.softcap > 0.0f) {
       const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, cap))),
                                 hn::Set(df, call.softcap * 1.44269504f));
       // NaN and infinity are not capped: they poison the row below.
       s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
     }
+    // An infinite norm is lost even where the product is -inf, which would pass for a low score.
+    s = hn::IfThenElse(hn::Lt(hn::Abs(scale), infinity), s, nan);
     // Selection, not arithmetic: a hidden column may hold anything.
     if (!is_whole(t)) s = hn::IfThenElse(visible_mask(t), s, hidden);
     is_finite = hn::And(is_finite, hn::Lt(s, infinity));
