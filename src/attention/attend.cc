@@ -150,7 +150,7 @@ Status attend(const AttentionCall& original, Workspace workspace, const RunOptio
                                              call.chunk_value_stride_head, call.total_q,
                                              num_kv_heads, head_dim));
   }
-  if (call.lse != nullptr) {
+  if (call.lse != nullptr && call.total_q > 0) {
     KVTILE_RETURN_IF_ERROR(
         check_stride("lse_stride_token", call.lse_stride_token, call.total_q, 1));
     KVTILE_RETURN_IF_ERROR(

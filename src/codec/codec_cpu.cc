@@ -331,21 +331,22 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
   auto* words = reinterpret_cast<uint32_t*>(key_scale + kTileTokens);
   const std::byte* slots[kTileTokens];
   int64_t rows[kTileTokens];
+  float row[kMaxHeadDim];
   for (int head = 0; head < cache.num_kv_heads; ++head) {
     for (int64_t first = begin; first < end; first += kTileTokens) {
       int n = 0;
       for (int64_t t = first; t < std::min(end, first + kTileTokens); ++t) {
         const int64_t slot = call.slot_mapping[t];
-        const int64_t row = (t * cache.num_kv_heads + head) * head_dim;
+        const int64_t offset = (t * cache.num_kv_heads + head) * head_dim;
         if (slot >= 0) {
           slots[n] = cache.pages +
                      cache.slot_offset(slot / cache.block_size, slot % cache.block_size, head);
-          rows[n++] = row;
+          rows[n++] = offset;
           continue;
         }
         for (int d = 0; d < head_dim; ++d) {
-          if (call.key != nullptr) store_element(call.key, row + d, call.dtype, 0.0f);
-          if (call.value != nullptr) store_element(call.value, row + d, call.dtype, 0.0f);
+          if (call.key != nullptr) store_element(call.key, offset + d, call.dtype, 0.0f);
+          if (call.value != nullptr) store_element(call.value, offset + d, call.dtype, 0.0f);
         }
       }
       if (n == 0) continue;
@@ -356,19 +357,16 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
           const auto t = static_cast<size_t>(i);
           const float* column =
               key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
-          for (int d = 0; d < head_dim; ++d) {
-            store_element(call.key, rows[i] + d, call.dtype,
-                          column[static_cast<size_t>(d) * panel]);
-          }
+          for (int d = 0; d < head_dim; ++d) row[d] = column[static_cast<size_t>(d) * panel];
+          store_row(row, call.dtype, head_dim, call.key, rows[i]);
         }
       }
       if (call.value != nullptr) {
         unpack_values(format, slots, TokenSpan{0, n}, words, value_tile);
         for (int i = 0; i < n; ++i) {
-          const float* row = value_tile + static_cast<size_t>(i) * pitch;
-          for (int d = 0; d < head_dim; ++d) {
-            store_element(call.value, rows[i] + d, call.dtype, row[value_column(head_dim, d)]);
-          }
+          const float* planar = value_tile + static_cast<size_t>(i) * pitch;
+          for (int d = 0; d < head_dim; ++d) row[d] = planar[value_column(head_dim, d)];
+          store_row(row, call.dtype, head_dim, call.value, rows[i]);
         }
       }
     }

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -193,75 +194,95 @@ inline void clamp_slots(const std::byte* const* slots, TokenSpan span, size_t t,
   }
 }
 
-template <int kBits>
-void unpack_rotated_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                         float* key_tile, float* key_scale) {
+// fp16 words at `offset` of each slot of the span, as fp32, into out[t]; out holds kTileTokens.
+inline void load_halves(const std::byte* const* slots, TokenSpan span, int offset, float* out) {
   const F32 df;
-  const int head_dim = format.head_dim;
+  const hn::Rebind<hwy::float16_t, F32> df16;
+  const hn::RebindToUnsigned<decltype(df16)> du16;
   const size_t lanes = lane_count();
-  const size_t panel = panel_tokens();
-  const LevelTable table(make_codebook(format.key, head_dim));
-  const std::byte* lane_slots[kMaxLanes];
+  uint16_t words[kTileTokens] = {};
+  for (int t = span.begin; t < span.end; ++t) words[t] = load_half_word(slots[t] + offset);
   for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
-    clamp_slots(slots, span, t, lane_slots);
-    float* column = key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
-    // Eight partial sums in coordinate order, multiply and add apart: the decode definition of
-    // docs/format.md, the same on every target and GPU.
-    VF s0 = hn::Zero(df), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
-    for (int w = 0; w < head_dim / 8; w += kWordsPerLoad) {
-      const WordGroup group = load_words<kBits>(lane_slots, w);
+    const auto halves = hn::BitCast(df16, hn::LoadU(du16, words + t));
+    hn::StoreU(hn::PromoteTo(df, halves), df, out + t);
+  }
+}
+
+// Calls sink(level) for each coordinate in order, lanes over slots, and returns the sum of squared
+// levels (of rotated keys; FP8 keys have no use for it). The sum is the decode definition of
+// docs/format.md, the same on every target and GPU: eight partial sums in coordinate order,
+// multiply and add apart.
+template <KeyCode kKey, class Sink>
+HWY_INLINE VF visit_keys(const SlotFormat& format, const LevelTable& table,
+                         const std::byte* const* lane_slots, Sink sink) {
+  constexpr int kBits = key_bits(kKey);
+  constexpr int kBytesPerWord = kBits == 8 ? 4 : kBits;
+  const int num_words = format.key_bytes() / kBytesPerWord;
+  VF s0 = hn::Zero(F32()), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+  for (int w = 0; w < num_words; w += kWordsPerLoad) {
+    const WordGroup group = load_words<kBytesPerWord>(lane_slots, w);
 #pragma GCC unroll 4
-      for (int i = 0; i < kWordsPerLoad; ++i) {
-        VU word = group.word[i];
+    for (int i = 0; i < kWordsPerLoad; ++i) {
+      VU word = group.word[i];
+      if constexpr (kBits == 8) {
+        if (w + i >= num_words) break;  // FP8 rows may end within a load
+        const auto next = [&]() {
+          sink(decode_fp8<kKey>(word));
+          word = hn::ShiftRight<8>(word);
+        };
+        next(), next(), next(), next();
+      } else {
         const auto next = [&](VF& sum) {
           const VF level = table.lookup(word);
           word = hn::ShiftRight<kBits>(word);
           sum = hn::Add(sum, hn::Mul(level, level));
-          hn::StoreU(level, df, column);
-          column += panel;
+          sink(level);
         };
         next(s0), next(s1), next(s2), next(s3), next(s4), next(s5), next(s6), next(s7);
       }
     }
-    float norms[kMaxLanes];
-    for (size_t i = 0; i < lanes; ++i) {
-      norms[i] = half_to_float(load_half_word(lane_slots[i] + format.norm_offset()));
+  }
+  return hn::Add(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)),
+                 hn::Add(hn::Add(s4, s5), hn::Add(s6, s7)));
+}
+
+// Visits the keys of the span a vector of tokens at a time: begin(t) returns the sink for tokens
+// t.. and end(t) is called after it. Fills key_scale, the factor of each token's levels.
+template <KeyCode kKey, class Begin, class End>
+HWY_INLINE void visit_span(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
+                           float* key_scale, Begin begin, End end) {
+  const F32 df;
+  const size_t lanes = lane_count();
+  const LevelTable table(is_fp8(kKey) ? Codebook{} : make_codebook(kKey, format.head_dim));
+  if (format.rotated()) load_halves(slots, span, format.norm_offset(), key_scale);
+  const std::byte* lane_slots[kMaxLanes];
+  for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
+    clamp_slots(slots, span, t, lane_slots);
+    const VF sum = visit_keys<kKey>(format, table, lane_slots, begin(t));
+    end(t);
+    if constexpr (is_fp8(kKey)) {
+      hn::StoreU(hn::Set(df, 1.0f), df, key_scale + t);
+    } else if (format.norm_correction) {
+      hn::StoreU(hn::Div(hn::LoadU(df, key_scale + t), hn::Sqrt(sum)), df, key_scale + t);
     }
-    VF scale = hn::LoadU(df, norms);
-    if (format.norm_correction) {
-      const VF sum = hn::Add(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)),
-                             hn::Add(hn::Add(s4, s5), hn::Add(s6, s7)));
-      scale = hn::Div(scale, hn::Sqrt(sum));
-    }
-    hn::StoreU(scale, df, key_scale + t);
   }
 }
 
 template <KeyCode kKey>
-void unpack_fp8_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
+void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                      float* key_tile, float* key_scale) {
-  const F32 df;
-  const int num_words = format.head_dim / 4;
-  const size_t lanes = lane_count();
   const size_t panel = panel_tokens();
-  const std::byte* lane_slots[kMaxLanes];
-  for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
-    clamp_slots(slots, span, t, lane_slots);
-    float* column =
-        key_tile + (t / panel) * panel * static_cast<size_t>(format.head_dim) + t % panel;
-    for (int w = 0; w < num_words; w += kWordsPerLoad) {
-      const WordGroup group = load_words<4>(lane_slots, w);
-      for (int i = 0; i < kWordsPerLoad && w + i < num_words; ++i) {
-        VU word = group.word[i];
-        for (int j = 0; j < 4; ++j) {
-          hn::StoreU(decode_fp8<kKey>(word), df, column);
-          word = hn::ShiftRight<8>(word);
+  const auto head_dim = static_cast<size_t>(format.head_dim);
+  visit_span<kKey>(
+      format, slots, span, key_scale,
+      [=](size_t t) {
+        float* column = key_tile + (t / panel) * panel * head_dim + t % panel;
+        return [=](VF level) mutable {
+          hn::StoreU(level, F32(), column);
           column += panel;
-        }
-      }
-    }
-    hn::StoreU(hn::Set(df, 1.0f), df, key_scale + t);
-  }
+        };
+      },
+      [](size_t) {});
 }
 
 // Keys of slots[t] into column t, for t in the span; other columns of the vectors touched are left
@@ -270,30 +291,70 @@ inline void unpack_keys(const SlotFormat& format, const std::byte* const* slots,
                         float* key_tile, float* key_scale) {
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return unpack_fp8_keys<KeyCode::kFp8E4M3>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4M3>(format, slots, span, key_tile, key_scale);
     case KeyCode::kFp8E4B15:
-      return unpack_fp8_keys<KeyCode::kFp8E4B15>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4B15>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax4:
-      return unpack_rotated_keys<4>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax4>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax3:
-      return unpack_rotated_keys<3>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax3>(format, slots, span, key_tile, key_scale);
   }
 }
 
+// Scales and zeros of the span's values. False if any is not finite.
+inline bool load_value_factors(const SlotFormat& format, const std::byte* const* slots,
+                               TokenSpan span, float* scales, float* zeros) {
+  load_halves(slots, span, format.scale_offset(), scales);
+  load_halves(slots, span, format.zero_offset(), zeros);
+  float excess = 0.0f;  // becomes NaN with the first non-finite factor
+  for (int t = span.begin; t < span.end; ++t) {
+    excess += (scales[t] - scales[t]) + (zeros[t] - zeros[t]);
+  }
+  return excess == 0.0f;
+}
+
+// Whether the value codes of a slot fill whole vectors of words; elsewhere a vector load would
+// leave the slot.
+inline bool whole_value_vectors(const SlotFormat& format) {
+  return static_cast<size_t>(format.head_dim / 8) % lane_count() == 0;
+}
+
+// Words w.. of one slot's value codes, lanes over words; needs whole_value_vectors.
 template <int kBits>
-bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                           uint32_t* words, float* value_tile) {
+HWY_INLINE VU load_value_words(const std::byte* codes, size_t w) {
+  const std::byte* p = codes + w * kBits;
+#if HWY_TARGET == HWY_SCALAR
+  return hn::Set(U32(), load_word(p));
+#else
+  if constexpr (kBits == 4) {
+    return hn::LoadU(U32(), reinterpret_cast<const uint32_t*>(p));
+  } else {
+    const std::byte* blocks[4] = {p, p + 12, p + 24, p + 36};
+    return spread_groups(load_blocks(blocks, 1, 0));
+  }
+#endif
+}
+
+// The values of the low kBits of each word. The product is exact (4-bit code, 11-bit scale), so
+// fused or not is the same.
+template <int kBits>
+HWY_INLINE VF decode_values(VU words, VF scales, VF zeros) {
+  const hn::RebindToSigned<F32> di;
+  const VU codes = hn::And(words, hn::Set(U32(), (1u << kBits) - 1));
+  return hn::MulAdd(hn::ConvertTo(F32(), hn::BitCast(di, codes)), scales, zeros);
+}
+
+template <int kBits>
+bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
+                       uint32_t* words, float* value_tile) {
   const F32 df;
   const U32 du;
-  const hn::RebindToSigned<F32> di;
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
   const size_t lanes = lane_count();
   const size_t pitch = static_cast<size_t>(value_pitch(format.head_dim, static_cast<int>(lanes)));
   const size_t word_pitch = num_words + lanes;
-  const VU mask = hn::Set(du, (1u << kBits) - 1);
-  // Vector loads stay inside the slot only where its codes fill whole vectors.
-  [[maybe_unused]] const bool whole_vectors = num_words % lanes == 0;
-  bool all_finite = true;
+  float scales[kTileTokens], zeros[kTileTokens];
+  const bool all_finite = load_value_factors(format, slots, span, scales, zeros);
   for (int first = span.begin; first < span.end; first += kValueBatch) {
     const int batch = std::min(span.end - first, kValueBatch);
     // Words are copied for a batch of tokens before any is read back as a vector: reading at once
@@ -301,28 +362,17 @@ bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slo
     for (int i = 0; i < batch; ++i) {
       const std::byte* codes = slots[first + i] + format.value_offset();
       uint32_t* row = words + static_cast<size_t>(i) * word_pitch;
-#if HWY_TARGET != HWY_SCALAR
-      if (whole_vectors) {
-        for (size_t w = 0; w < num_words; w += lanes, codes += lanes * kBits) {
-          if constexpr (kBits == 4) {
-            hn::StoreU(hn::LoadU(du, reinterpret_cast<const uint32_t*>(codes)), du, row + w);
-          } else {
-            const std::byte* blocks[4] = {codes, codes + 12, codes + 24, codes + 36};
-            hn::StoreU(spread_groups(load_blocks(blocks, 1, 0)), du, row + w);
-          }
+      if (whole_value_vectors(format)) {
+        for (size_t w = 0; w < num_words; w += lanes) {
+          hn::StoreU(load_value_words<kBits>(codes, w), du, row + w);
         }
         continue;
       }
-#endif
-      for (size_t w = 0; w < num_words; ++w, codes += kBits) row[w] = load_word(codes);
+      for (size_t w = 0; w < num_words; ++w) row[w] = load_word(codes + w * kBits);
     }
     for (int i = 0; i < batch; ++i) {
-      const std::byte* slot = slots[first + i];
-      const float scale = half_to_float(load_half_word(slot + format.scale_offset()));
-      const float zero = half_to_float(load_half_word(slot + format.zero_offset()));
-      all_finite &= scale - scale == 0.0f && zero - zero == 0.0f;
-      const VF scales = hn::Set(df, scale);
-      const VF zeros = hn::Set(df, zero);
+      const VF scale = hn::Set(df, scales[first + i]);
+      const VF zero = hn::Set(df, zeros[first + i]);
       float* row = value_tile + static_cast<size_t>(first + i) * pitch;
       const uint32_t* row_words = words + static_cast<size_t>(i) * word_pitch;
       // Where head_dim/8 is no multiple of the lane count, a store's tail lanes spill into the next
@@ -330,11 +380,8 @@ bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slo
       const auto store_run = [&](auto index) {
         constexpr int kIndex = decltype(index)::value;
         for (size_t w = 0; w < num_words; w += lanes) {
-          const VU word = hn::LoadU(du, row_words + w);
-          const VU codes = hn::And(hn::ShiftRight<kIndex * kBits>(word), mask);
-          const VF code = hn::ConvertTo(df, hn::BitCast(di, codes));
-          // The product is exact (4-bit code, 11-bit scale), so fused or not is the same.
-          hn::StoreU(hn::MulAdd(code, scales, zeros), df, row + kIndex * num_words + w);
+          const VU word = hn::ShiftRight<kIndex * kBits>(hn::LoadU(du, row_words + w));
+          hn::StoreU(decode_values<kBits>(word, scale, zero), df, row + kIndex * num_words + w);
         }
       };
       store_run(std::integral_constant<int, 0>());
@@ -355,8 +402,8 @@ bool unpack_uniform_values(const SlotFormat& format, const std::byte* const* slo
 inline bool unpack_values(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                           uint32_t* words, float* value_tile) {
   return format.value == ValueCode::kUniform4
-             ? unpack_uniform_values<4>(format, slots, span, words, value_tile)
-             : unpack_uniform_values<3>(format, slots, span, words, value_tile);
+             ? unpack_value_tile<4>(format, slots, span, words, value_tile)
+             : unpack_value_tile<3>(format, slots, span, words, value_tile);
 }
 
 // n contiguous elements of dtype to fp32.
@@ -385,6 +432,32 @@ inline void load_row(const void* src, DType dtype, int n, float* dst) {
       hn::StoreU(hn::PromoteTo(df, hn::BitCast(df16, hn::LoadU(du16, words + i))), df, dst + i);
     }
     for (; i < count; ++i) dst[i] = half_to_float(words[i]);
+  }
+}
+
+// n fp32 elements to dtype, to nearest even; every NaN becomes the canonical quiet one, so that
+// what a slot decodes to is the same on every target.
+inline void store_row(const float* src, DType dtype, int n, void* dst, int64_t first) {
+  const F32 df;
+  const hn::Rebind<hwy::float16_t, F32> df16;
+  const hn::RebindToUnsigned<decltype(df16)> du16;
+  const VF quiet = hn::BitCast(df, hn::Set(U32(), 0x7FC00000));
+  const size_t lanes = lane_count();
+  const auto count = static_cast<size_t>(n);
+  size_t i = 0;
+  for (; dtype != DType::kBFloat16 && i + lanes <= count; i += lanes) {
+    const VF raw = hn::LoadU(df, src + i);
+    const VF v = hn::IfThenElse(hn::Eq(raw, raw), raw, quiet);
+    if (dtype == DType::kFloat32) {
+      hn::StoreU(v, df, static_cast<float*>(dst) + first + i);
+    } else {
+      const auto halves = hn::BitCast(du16, hn::DemoteTo(df16, v));
+      hn::StoreU(halves, du16, static_cast<uint16_t*>(dst) + first + i);
+    }
+  }
+  for (; i < count; ++i) {
+    const float v = src[i] == src[i] ? src[i] : std::numeric_limits<float>::quiet_NaN();
+    store_element(dst, first + static_cast<int64_t>(i), dtype, v);
   }
 }
 

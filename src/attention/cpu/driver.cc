@@ -272,6 +272,8 @@ int64_t carve_thread_scratch(const AttentionCall& call, std::byte* memory, Threa
   carved.key_tile = floats(key_tile_floats(head_dim));
   carved.value_tile = floats(value_tile_floats(head_dim));
   carved.key_scale = floats(kTileTokens);
+  carved.value_scale = floats(kTileTokens);
+  carved.value_zero = floats(kTileTokens);
   carved.words = reinterpret_cast<uint32_t*>(take(tile_words(head_dim) * 4));
   carved.scores = floats(kRowTile * kTileTokens);
   carved.query_raw = floats(int64_t{rows} * head_dim);

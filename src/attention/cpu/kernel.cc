@@ -9,6 +9,7 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 // After foreach_target: per-target headers.
+#include "src/attention/cpu/direct-inl.h"
 #include "src/codec/unpack-inl.h"
 
 #ifndef KVTILE_ATTENTION_CPU_KERNEL_ONCE
@@ -23,11 +24,6 @@
 
 #include "src/attention/cpu/kernel.h"
 #include "src/attention/mask.h"
-
-// Every loop over a row tile must be unrolled, initialisation and epilogue too: an accumulator
-// array that one rolled loop indexes stays in memory, and the inner loop then stores it at each
-// step.
-#define KVTILE_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -220,13 +216,13 @@ RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan vi
 struct Block {
   int64_t start;
   TokenSpan span;
-  bool raw;            // from chunk_key / chunk_value
-  bool finite_values;  // no NaN or infinity among the loaded values
+  bool raw;                             // from chunk_key / chunk_value
+  bool direct;                          // not unpacked: rows read the slots
+  bool finite_values;                   // no NaN or infinity among the loaded values
+  const std::byte* slots[kTileTokens];  // of a packed block, for tokens in the span
 };
 
-// Addresses of the block's slots, slots[t] for t in its span.
-void find_slots(const AttentionCall& call, const RowTask& task, const Block& block,
-                const std::byte** slots) {
+void find_slots(const AttentionCall& call, const RowTask& task, Block& block) {
   const PagedCache& cache = call.cache;
   const int64_t first = call.first_positions == nullptr ? 0 : call.first_positions[task.seq];
   const int32_t* table = call.block_table + task.seq * call.block_table_stride;
@@ -237,32 +233,33 @@ void find_slots(const AttentionCall& call, const RowTask& task, const Block& blo
     const std::byte* slot = cache.pages + cache.slot_offset(table[page], offset, task.kv_head);
     const int run =
         static_cast<int>(std::min<int64_t>(block.span.end - t, cache.block_size - offset));
-    for (int i = 0; i < run; ++i) slots[t + i] = slot + i * cache.stride_token;
+    for (int i = 0; i < run; ++i) block.slots[t + i] = slot + i * cache.stride_token;
     t += run;
     position += run;
   }
 }
 
 // Slots of one head are far apart in token-major pages: no hardware prefetcher follows them.
-void prefetch_packed(const AttentionCall& call, const RowTask& task, const Block& block) {
-  const std::byte* slots[kTileTokens];
-  find_slots(call, task, block, slots);
+void prefetch_packed(const AttentionCall& call, const Block& block) {
   const int slot_bytes = call.cache.format.slot_bytes();
   for (int t = block.span.begin; t < block.span.end; ++t) {
     for (int offset = 0; offset < slot_bytes; offset += 64) {
-      __builtin_prefetch(slots[t] + offset, 0, 2);
+      __builtin_prefetch(block.slots[t] + offset, 0, 2);
     }
-    __builtin_prefetch(slots[t] + slot_bytes - 1, 0, 2);
+    __builtin_prefetch(block.slots[t] + slot_bytes - 1, 0, 2);
   }
 }
 
-void load_packed(const AttentionCall& call, const RowTask& task, Block& block,
-                 ThreadScratch& scratch) {
-  const std::byte* slots[kTileTokens];
-  find_slots(call, task, block, slots);
+void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
-  unpack_keys(format, slots, block.span, scratch.key_tile, scratch.key_scale);
-  block.finite_values = unpack_values(format, slots, block.span, scratch.words, scratch.value_tile);
+  if (block.direct) {
+    block.finite_values = load_value_factors(format, block.slots, block.span, scratch.value_scale,
+                                             scratch.value_zero);
+    return;
+  }
+  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  block.finite_values =
+      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
@@ -299,11 +296,48 @@ void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len
   block.finite_values = excess == 0.0f;
 }
 
+// Scores of one row tile against the block's keys in `span`.
+void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, int rows,
+                const float* query, ThreadScratch& scratch) {
+  const SlotFormat& format = call.cache.format;
+  if (block.direct) {
+    score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
+                                 scratch.scores);
+    return;
+  }
+  const auto panel = static_cast<int>(panel_tokens());
+  for (int p = span.begin / panel; p * panel < span.end; ++p) {
+    const float* keys =
+        scratch.key_tile + static_cast<size_t>(p * panel) * static_cast<size_t>(format.head_dim);
+    for (int r = 0; r < rows; r += kRegisterRows) {
+      kScoreFns[std::min(kRegisterRows, rows - r) - 1](
+          query + r, keys, format.head_dim, scratch.scores + r * kTileTokens + p * panel);
+    }
+  }
+}
+
+// out[r] = out[r] * decay[r] + weighted values of the block's keys in `span`.
+void add_rows(const AttentionCall& call, const Block& block, TokenSpan span, int rows,
+              const float* weights, const float* decay, float* out, ThreadScratch& scratch) {
+  const SlotFormat& format = call.cache.format;
+  const size_t pitch =
+      static_cast<size_t>(value_pitch(format.head_dim, static_cast<int>(lane_count())));
+  if (block.direct) {
+    add_slots_fn(format, rows)(format, block.slots, span, scratch.value_scale, scratch.value_zero,
+                               weights, decay, pitch, out);
+    return;
+  }
+  for (int r = 0; r < rows; r += kRegisterRows) {
+    kValueFns[std::min(kRegisterRows, rows - r) - 1](weights + r * kTileTokens, scratch.value_tile,
+                                                     pitch, span, format.head_dim, decay + r,
+                                                     out + static_cast<size_t>(r) * pitch);
+  }
+}
+
 void attend_block(const AttentionCall& call, const Block& block, int num_rows,
                   ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
   const auto lanes = static_cast<int>(lane_count());
-  const auto panel = static_cast<int>(panel_tokens());
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
   const float* queries = block.raw ? scratch.query_raw : scratch.query_rot;
   for (int first = 0; first < num_rows; first += kRowTile) {
@@ -321,14 +355,8 @@ void attend_block(const AttentionCall& call, const Block& block, int num_rows,
     }
     if (all.begin >= all.end) continue;
 
-    const float* group = queries + static_cast<size_t>(first) * static_cast<size_t>(head_dim);
-    for (int p = all.begin / panel; p * panel < all.end; ++p) {
-      const float* keys = scratch.key_tile + static_cast<size_t>(p * panel) * head_dim;
-      for (int r = 0; r < rows; r += kRegisterRows) {
-        kScoreFns[std::min(kRegisterRows, rows - r) - 1](
-            group + r, keys, head_dim, scratch.scores + r * kTileTokens + p * panel);
-      }
-    }
+    score_rows(call, block, all, rows,
+               queries + static_cast<size_t>(first) * static_cast<size_t>(head_dim), scratch);
 
     const TokenSpan columns{all.begin / lanes * lanes, round_up(all.end, lanes)};
     float decay[kRowTile];
@@ -350,18 +378,14 @@ void attend_block(const AttentionCall& call, const Block& block, int num_rows,
 
     float* out = scratch.segment.out + static_cast<size_t>(first) * pitch;
     if (block.finite_values || uniform) {
-      for (int r = 0; r < rows; r += kRegisterRows) {
-        kValueFns[std::min(kRegisterRows, rows - r) - 1](
-            scratch.scores + r * kTileTokens, scratch.value_tile, pitch, all, head_dim, decay + r,
-            out + static_cast<size_t>(r) * pitch);
-      }
-    } else {
-      // Weight 0 times an infinite value would reach rows that do not see it.
-      for (int r = 0; r < rows; ++r) {
-        if (visible[r].begin >= visible[r].end) continue;
-        add_values<1>(scratch.scores + r * kTileTokens, scratch.value_tile, pitch, visible[r],
-                      head_dim, decay + r, out + static_cast<size_t>(r) * pitch);
-      }
+      add_rows(call, block, all, rows, scratch.scores, decay, out, scratch);
+      continue;
+    }
+    // Weight 0 times an infinite value would reach rows that do not see it.
+    for (int r = 0; r < rows; ++r) {
+      if (visible[r].begin >= visible[r].end) continue;
+      add_rows(call, block, visible[r], 1, scratch.scores + r * kTileTokens, decay + r,
+               out + static_cast<size_t>(r) * pitch, scratch);
     }
   }
 }
@@ -478,16 +502,20 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
   }
   if (low >= high) return;
 
+  const bool direct =
+      num_rows <= kDirectRows && HWY_TARGET != HWY_SCALAR && whole_value_vectors(call.cache.format);
   // The block that holds position `begin`: it ends with its kTileTokens, its segment or the rows'
   // last key, and never mixes packed and raw keys.
   const auto block_at = [&](int64_t begin) {
-    Block block{};
+    Block block;
     block.raw = raw_chunk && begin >= cached_len;
+    block.direct = direct && !block.raw;
     block.start = begin / kTileTokens * kTileTokens;
     int64_t end = std::min(high, block.start + kTileTokens);
     if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
     if (raw_chunk && !block.raw) end = std::min(end, cached_len);
     block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+    if (!block.raw) find_slots(call, task, block);
     return block;
   };
 
@@ -506,12 +534,12 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
         const int64_t next = begin < segment_end ? begin : (segment + kNumLanes) * kSegmentTokens;
         if (next < high) {
           const Block ahead = block_at(next);
-          if (!ahead.raw) prefetch_packed(call, task, ahead);
+          if (!ahead.raw) prefetch_packed(call, ahead);
         }
         if (block.raw) {
           load_raw(call, task, cached_len, block, scratch);
         } else {
-          load_packed(call, task, block, scratch);
+          load_packed(call, block, scratch);
         }
         attend_block(call, block, num_rows, scratch);
       }

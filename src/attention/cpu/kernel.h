@@ -10,6 +10,10 @@
 #include "src/codec/tile_layout.h"
 #include "src/core/cpu.h"
 
+// Every loop over a row tile must be unrolled, initialisation and epilogue too: an accumulator
+// array that one rolled loop indexes stays in memory, and the inner loop then stores it each step.
+#define KVTILE_UNROLL _Pragma("GCC unroll 16")
+
 namespace kvtile {
 
 // The order in which keys are added up is fixed by position alone, so that a row's bits depend on
@@ -26,10 +30,11 @@ inline constexpr int kNumLanes = 16;
 inline constexpr int kRowTile = 12;
 
 // Rows of one task: many enough to make decoding keys cheap, few enough that states and tiles stay
-// in the second-level cache.
+// in the second-level cache. Rounded up: packed row counts are often powers of two, and a short
+// last task would decode every key again for a few rows.
 constexpr int max_task_rows(int head_dim) {
-  const int rows = 32768 / head_dim / kRowTile * kRowTile;
-  return std::clamp(rows, 4 * kRowTile, 21 * kRowTile);
+  const int rows = round_up(32768 / head_dim, kRowTile);
+  return std::clamp(rows, 4 * kRowTile, 22 * kRowTile);
 }
 
 // Un-normalised partial result of a set of rows: out [rows][pitch], planar columns; max and sum
@@ -58,6 +63,8 @@ struct ThreadScratch {
   float* key_tile;
   float* value_tile;
   float* key_scale;
+  float* value_scale;  // these two for blocks that are not unpacked
+  float* value_zero;
   uint32_t* words;
   float* scores;       // [kRowTile][kTileTokens]
   float* query_rot;    // groups of kRowTile rows, [group][head_dim][kRowTile]
