@@ -250,6 +250,12 @@ void prefetch_packed(const AttentionCall& call, const Block& block) {
   }
 }
 
+// A key with a non-finite norm has no score: inf * (q . levels) may be -inf, which would hide the
+// key where float64 over the decoded elements finds NaN.
+void poison_scales(TokenSpan span, float* key_scale) {
+  for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
+}
+
 void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   if (block.direct) {
@@ -258,6 +264,7 @@ void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch
     return;
   }
   unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  poison_scales(block.span, scratch.key_scale);
   block.finite_values =
       unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
 }
@@ -303,6 +310,7 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
   if (block.direct) {
     score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
                                  scratch.scores);
+    poison_scales(span, scratch.key_scale);
     return;
   }
   const auto panel = static_cast<int>(panel_tokens());
