@@ -24,7 +24,12 @@ extern "C" {
 
 /* Zero-initialises a struct and states its size: kvtile_cache cache = KVTILE_INIT(kvtile_cache); */
 #ifdef __cplusplus
-#define KVTILE_INIT(type) (type{sizeof(type)})
+#define KVTILE_INIT(type)       \
+  ([] {                         \
+    type zeroed{};              \
+    zeroed.size = sizeof(type); \
+    return zeroed;              \
+  }())
 #else
 #define KVTILE_INIT(type) ((type){.size = sizeof(type)})
 #endif

@@ -19,9 +19,6 @@ struct Backend {
                 RunReport* report);
 };
 
-int num_backend_rows();
-const Backend& backend_row(int index);
-
 extern const Backend kCpuBackend;
 
 }  // namespace kvtile

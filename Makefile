@@ -1,0 +1,92 @@
+# Entry points for a fresh Debian 12 machine holding git and make: every target installs what it
+# lacks (as root or through sudo), configures and builds through the CMake presets. Second runs
+# reinstall and rebuild nothing. Everything real is in CMake; this file only strings it together.
+
+SHELL := /bin/bash
+JOBS ?= $(shell nproc)
+# Cached tokens of the demo's continuation chunk.
+DEMO_CONTEXT ?= 1010000
+
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+BUILD_PACKAGES := g++-12 cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev \
+  nlohmann-json3-dev libgtest-dev python3
+BENCH_PACKAGES := libbenchmark-dev libopenblas-dev
+FORMAT_PACKAGES := clang-format-14
+CLANG_PACKAGES := clang-14 libclang-rt-14-dev libomp-14-dev
+CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
+
+FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
+
+.PHONY: all demo test bench asan clang aarch64 fuzz format format-check clean
+all: build-cpu
+
+# Installs the packages of one group that dpkg does not list as installed; asks apt for nothing
+# when none is missing.
+build/.packages-%: Makefile
+	@mkdir -p build
+	@missing=; for package in $($*_PACKAGES); do \
+	  [ "$$(dpkg-query -W -f '$${db:Status-Status}' $$package 2>/dev/null)" = installed ] || \
+	    missing="$$missing $$package"; \
+	done; \
+	if [ -n "$$missing" ]; then \
+	  echo "installing:$$missing"; \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq update && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o Dpkg::Use-Pty=0 \
+	    --no-install-recommends install $$missing >build/packages.log 2>&1 </dev/null || \
+	    { cat build/packages.log; exit 1; }; \
+	fi
+	@touch $@
+
+# Configures a preset when its build tree is missing; CMake itself notices later changes.
+build/%/build.ninja: CMakePresets.json | build/.packages-BUILD
+	cmake --preset $*
+
+.PHONY: build-cpu
+build-cpu: build/cpu/build.ninja
+	cmake --build --preset cpu -j $(JOBS)
+
+test: build-cpu
+	ctest --preset cpu -j $(JOBS)
+
+# Only the command is built here: the demo does not wait for the tests to compile.
+demo: build/cpu/build.ninja
+	cmake --build --preset cpu -j $(JOBS) --target kvtile_cli
+	tools/demo.sh build/cpu/cli/kvtile $(DEMO_CONTEXT)
+
+bench: build/.packages-BENCH build/bench/build.ninja
+	cmake --build --preset bench -j $(JOBS)
+
+# The tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+asan: build/asan/build.ninja
+	cmake --build --preset asan -j $(JOBS)
+	ctest --preset asan -j $(JOBS)
+
+# Everything again with clang, warnings as errors.
+clang: build/.packages-CLANG build/clang/build.ninja
+	cmake --build --preset clang -j $(JOBS)
+
+# The NEON kernels, built by the cross compiler and held against the golden vectors under QEMU.
+aarch64: build/.packages-CROSS build/aarch64/build.ninja
+	cmake --build --preset aarch64 -j $(JOBS)
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/cli/kvtile verify \
+	  --vectors tests/data/golden.safetensors
+
+FUZZ_SECONDS ?= 30
+fuzz: build/.packages-CLANG build/fuzz/build.ninja
+	cmake --build --preset fuzz -j $(JOBS)
+	@for target in build/fuzz/fuzz/fuzz_*; do \
+	  [ -x $$target ] && [ -f $$target ] || continue; \
+	  echo "$$target for $(FUZZ_SECONDS) s"; \
+	  $$target -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=4096 -print_final_stats=1 \
+	    -artifact_prefix=build/fuzz/ 2>&1 | tail -n 12; \
+	  [ $${PIPESTATUS[0]} -eq 0 ] || exit 1; \
+	done
+
+format: build/.packages-FORMAT
+	clang-format-14 -i $(FORMAT_SOURCES)
+
+format-check: build/.packages-FORMAT
+	clang-format-14 --dry-run -Werror $(FORMAT_SOURCES)
+
+clean:
+	rm -rf build

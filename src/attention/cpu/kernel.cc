@@ -1,0 +1,619 @@
+// The CPU attention kernel, one body for every SIMD target. fp32 arithmetic on the exact codebook:
+// scores with lanes over keys, outputs with lanes over coordinates, softmax between them while the
+// scores of a row tile are in the first-level cache. The order of additions for a row is fixed by
+// key positions (kernel.h), never by which rows share a tile.
+#include "src/core/cpu.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "src/attention/cpu/kernel.cc"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+// After foreach_target: per-target headers.
+#include "src/attention/cpu/direct-inl.h"
+#include "src/codec/unpack-inl.h"
+
+#ifndef KVTILE_ATTENTION_CPU_KERNEL_ONCE
+#define KVTILE_ATTENTION_CPU_KERNEL_ONCE
+#include <algorithm>
+#include <array>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "src/attention/cpu/kernel.h"
+#include "src/attention/mask.h"
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace kvtile {
+namespace HWY_NAMESPACE {
+
+// Accumulators of a row tile: two vectors a row, plus two operands and a broadcast, must fit the
+// register file (32 vectors, 16 on AVX2).
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_SCALAR
+constexpr int kRegisterRows = 6;
+#else
+constexpr int kRegisterRows = 12;
+#endif
+static_assert(kRowTile % kRegisterRows == 0);
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+// 2^x for x <= 0, never below 2^-125: a visible key keeps a positive weight, so that an infinite
+// value it carries still reaches the row. Relative error below 2e-8.
+HWY_INLINE VF exp2_weight(VF x) {
+  const F32 df;
+  const hn::RebindToSigned<F32> di;
+  x = hn::Max(x, hn::Set(df, -125.0f));
+  const VF whole = hn::Round(x);
+  const VF f = hn::Sub(x, whole);
+  VF p = hn::Set(df, 0x1.444004p-13f);
+  p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
+  p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
+  p = hn::MulAdd(p, f, hn::Set(df, 0x1.c6af6cp-5f));
+  p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
+  p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
+  p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
+  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, whole));
+  return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
+}
+
+inline float exp2_weight(float x) { return hn::GetLane(exp2_weight(hn::Set(F32(), x))); }
+
+// tanh, odd, to a few ulp: (1 - e) / (1 + e) with e = exp(-2|x|), and the cubic near zero, where
+// the quotient would cancel.
+HWY_INLINE VF tanh_score(VF x) {
+  const F32 df;
+  const VF magnitude = hn::Abs(x);
+  const VF one = hn::Set(df, 1.0f);
+  const VF e = exp2_weight(hn::Mul(magnitude, hn::Set(df, -2.88539008f)));
+  const VF large = hn::Div(hn::Sub(one, e), hn::Add(one, e));
+  const VF square = hn::Mul(magnitude, magnitude);
+  VF series = hn::Set(df, 62.0f / 2835.0f);
+  series = hn::MulAdd(series, square, hn::Set(df, -17.0f / 315.0f));
+  series = hn::MulAdd(series, square, hn::Set(df, 2.0f / 15.0f));
+  series = hn::MulAdd(series, square, hn::Set(df, -1.0f / 3.0f));
+  const VF small = hn::MulAdd(hn::Mul(series, square), magnitude, magnitude);
+  const VF result = hn::IfThenElse(hn::Lt(magnitude, hn::Set(df, 0.25f)), small, large);
+  return hn::CopySignToAbs(result, x);
+}
+
+// scores[r][t] = query row r . key t for kRows rows and one panel of keys.
+template <int kRows>
+void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT panel, int head_dim,
+                 float* HWY_RESTRICT scores) {
+  const F32 df;
+  const size_t lanes = lane_count();
+  VF acc0[kRows], acc1[kRows];
+  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
+  for (int d = 0; d < head_dim; ++d, query += kRowTile, panel += 2 * lanes) {
+    const VF key0 = hn::LoadU(df, panel);
+    const VF key1 = hn::LoadU(df, panel + lanes);
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+      const VF q = hn::Set(df, query[r]);
+      acc0[r] = hn::MulAdd(q, key0, acc0[r]);
+      acc1[r] = hn::MulAdd(q, key1, acc1[r]);
+    }
+  }
+  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+    hn::StoreU(acc0[r], df, scores + r * kTileTokens);
+    hn::StoreU(acc1[r], df, scores + r * kTileTokens + lanes);
+  }
+}
+
+// out[r] = out[r] * decay[r] + sum of weights[r][t] * values[t] over the span, from fresh
+// accumulators.
+template <int kRows>
+void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT values, size_t pitch,
+                TokenSpan span, int head_dim, const float* HWY_RESTRICT decay,
+                float* HWY_RESTRICT out) {
+  const F32 df;
+  const size_t lanes = lane_count();
+  for (size_t c = 0; c < static_cast<size_t>(head_dim); c += 2 * lanes) {
+    VF acc0[kRows], acc1[kRows];
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
+    const float* row = values + static_cast<size_t>(span.begin) * pitch + c;
+    for (int t = span.begin; t < span.end; ++t, row += pitch) {
+      const VF value0 = hn::LoadU(df, row);
+      const VF value1 = hn::LoadU(df, row + lanes);
+      KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const VF weight = hn::Set(df, weights[r * kTileTokens + t]);
+        acc0[r] = hn::MulAdd(weight, value0, acc0[r]);
+        acc1[r] = hn::MulAdd(weight, value1, acc1[r]);
+      }
+    }
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+      float* o = out + static_cast<size_t>(r) * pitch + c;
+      const VF factor = hn::Set(df, decay[r]);
+      hn::StoreU(hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]), df, o);
+      hn::StoreU(hn::MulAdd(hn::LoadU(df, o + lanes), factor, acc1[r]), df, o + lanes);
+    }
+  }
+}
+
+using ScoreFn = void (*)(const float*, const float*, int, float*);
+using ValueFn = void (*)(const float*, const float*, size_t, TokenSpan, int, const float*, float*);
+
+template <int... kRows>
+constexpr auto score_table(std::integer_sequence<int, kRows...>) {
+  return std::array<ScoreFn, sizeof...(kRows)>{score_panel<kRows + 1>...};
+}
+template <int... kRows>
+constexpr auto value_table(std::integer_sequence<int, kRows...>) {
+  return std::array<ValueFn, sizeof...(kRows)>{add_values<kRows + 1>...};
+}
+constexpr auto kScoreFns = score_table(std::make_integer_sequence<int, kRegisterRows>());
+constexpr auto kValueFns = value_table(std::make_integer_sequence<int, kRegisterRows>());
+
+// What one row does to the running softmax state in one block.
+struct RowUpdate {
+  float max, decay, sum;
+};
+
+// Turns raw scores into weights 2^((score - max) * factor) on `visible` columns and 0 elsewhere in
+// `columns` (a whole number of vectors), against the running maximum.
+RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan visible,
+                      const float* key_scale, float factor, float cap, float old_max,
+                      float* scores) {
+  const F32 df;
+  const hn::RebindToSigned<F32> di;
+  const size_t lanes = lane_count();
+  const auto begin = static_cast<size_t>(columns.begin);
+  const auto end = static_cast<size_t>(columns.end);
+  if (visible.begin >= visible.end) {
+    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
+    return {old_max, 1.0f, 0.0f};
+  }
+  const auto visible_mask = [&](size_t t) {
+    const auto position = hn::Iota(di, static_cast<int>(t));
+    return hn::RebindMask(df, hn::And(hn::Gt(position, hn::Set(di, visible.begin - 1)),
+                                      hn::Lt(position, hn::Set(di, visible.end))));
+  };
+  const auto is_whole = [&](size_t t) {
+    return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
+  };
+  const VF infinity = hn::Set(df, kInfinity);
+  const VF hidden = hn::Neg(infinity);
+  VF max = hidden;
+  auto is_finite = hn::Eq(infinity, infinity);
+  for (size_t t = begin; t < end; t += lanes) {
+    VF s = hn::Mul(hn::LoadU(df, scores + t), hn::LoadU(df, key_scale + t));
+    if (call.softcap > 0.0f) {
+      const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, cap))),
+                                hn::Set(df, call.softcap * 1.44269504f));
+      // NaN and infinity are not capped: they poison the row below.
+      s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+    }
+    // Selection, not arithmetic: a hidden column may hold anything.
+    if (!is_whole(t)) s = hn::IfThenElse(visible_mask(t), s, hidden);
+    is_finite = hn::And(is_finite, hn::Lt(s, infinity));
+    max = hn::Max(max, s);
+    hn::StoreU(s, df, scores + t);
+  }
+  if (!hn::AllTrue(df, is_finite)) return {kNaN, 1.0f, kNaN};
+  const float new_max = std::max(old_max, hn::GetLane(hn::MaxOfLanes(df, max)));
+  if (new_max == -kInfinity) {
+    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
+    return {new_max, 1.0f, 0.0f};
+  }
+  const VF maxes = hn::Set(df, new_max);
+  const VF factors = hn::Set(df, factor);
+  VF sum = hn::Zero(df);
+  for (size_t t = begin; t < end; t += lanes) {
+    // Subtracting before scaling keeps huge scores from overflowing and is exact near the maximum.
+    VF p = exp2_weight(hn::Mul(hn::Sub(hn::LoadU(df, scores + t), maxes), factors));
+    if (!is_whole(t)) p = hn::IfThenElseZero(visible_mask(t), p);
+    sum = hn::Add(sum, p);
+    hn::StoreU(p, df, scores + t);
+  }
+  return {new_max, exp2_weight((old_max - new_max) * factor), hn::GetLane(hn::SumOfLanes(df, sum))};
+}
+
+// One block of keys: positions [start, start + span.end), of which span is loaded.
+struct Block {
+  int64_t start;
+  TokenSpan span;
+  bool raw;                             // from chunk_key / chunk_value
+  bool direct;                          // not unpacked: rows read the slots
+  bool finite_values;                   // no NaN or infinity among the loaded values
+  const std::byte* slots[kTileTokens];  // of a packed block, for tokens in the span
+};
+
+void find_slots(const AttentionCall& call, const RowTask& task, Block& block) {
+  const PagedCache& cache = call.cache;
+  const int64_t first = call.first_positions == nullptr ? 0 : call.first_positions[task.seq];
+  const int32_t* table = call.block_table + task.seq * call.block_table_stride;
+  int64_t position = block.start + block.span.begin - first;
+  for (int t = block.span.begin; t < block.span.end;) {
+    const int64_t page = position / cache.block_size;
+    const int64_t offset = position % cache.block_size;
+    const std::byte* slot = cache.pages + cache.slot_offset(table[page], offset, task.kv_head);
+    const int run =
+        static_cast<int>(std::min<int64_t>(block.span.end - t, cache.block_size - offset));
+    for (int i = 0; i < run; ++i) block.slots[t + i] = slot + i * cache.stride_token;
+    t += run;
+    position += run;
+  }
+}
+
+// Slots of one head are far apart in token-major pages: no hardware prefetcher follows them.
+void prefetch_packed(const AttentionCall& call, const Block& block) {
+  const int slot_bytes = call.cache.format.slot_bytes();
+  for (int t = block.span.begin; t < block.span.end; ++t) {
+    for (int offset = 0; offset < slot_bytes; offset += 64) {
+      __builtin_prefetch(block.slots[t] + offset, 0, 2);
+    }
+    __builtin_prefetch(block.slots[t] + slot_bytes - 1, 0, 2);
+  }
+}
+
+// A key with a non-finite norm has no score: inf * (q . levels) may be -inf, which would hide the
+// key where float64 over the decoded elements finds NaN.
+void poison_scales(TokenSpan span, float* key_scale) {
+  for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
+}
+
+void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
+  const SlotFormat& format = call.cache.format;
+  if (block.direct) {
+    block.finite_values = load_value_factors(format, block.slots, block.span, scratch.value_scale,
+                                             scratch.value_zero);
+    return;
+  }
+  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  poison_scales(block.span, scratch.key_scale);
+  block.finite_values =
+      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
+}
+
+void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
+              ThreadScratch& scratch) {
+  const int head_dim = call.cache.format.head_dim;
+  const size_t panel = panel_tokens();
+  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
+  const int num_words = head_dim / 8;
+  float row[kMaxHeadDim];
+  float excess = 0.0f;  // becomes NaN with the first non-finite value
+  for (int i = block.span.begin; i < block.span.end; ++i) {
+    const int64_t token = call.cu_seqlens_q[task.seq] + block.start + i - cached_len;
+    const auto t = static_cast<size_t>(i);
+    load_row(
+        element_ptr(call.chunk_key,
+                    token * call.chunk_key_stride_token + task.kv_head * call.chunk_key_stride_head,
+                    call.dtype),
+        call.dtype, head_dim, row);
+    float* column =
+        scratch.key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
+    for (int d = 0; d < head_dim; ++d) column[static_cast<size_t>(d) * panel] = row[d];
+    scratch.key_scale[t] = 1.0f;
+    load_row(element_ptr(call.chunk_value,
+                         token * call.chunk_value_stride_token +
+                             task.kv_head * call.chunk_value_stride_head,
+                         call.dtype),
+             call.dtype, head_dim, row);
+    float* planar = scratch.value_tile + t * pitch;
+    for (int w = 0; w < num_words; ++w) {
+      for (int j = 0; j < 8; ++j) planar[j * num_words + w] = row[8 * w + j];
+    }
+    for (int d = 0; d < head_dim; ++d) excess += row[d] - row[d];
+  }
+  block.finite_values = excess == 0.0f;
+}
+
+// Scores of one row tile against the block's keys in `span`.
+void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, int rows,
+                const float* query, ThreadScratch& scratch) {
+  const SlotFormat& format = call.cache.format;
+  if (block.direct) {
+    score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
+                                 scratch.scores);
+    poison_scales(span, scratch.key_scale);
+    return;
+  }
+  const auto panel = static_cast<int>(panel_tokens());
+  for (int p = span.begin / panel; p * panel < span.end; ++p) {
+    const float* keys =
+        scratch.key_tile + static_cast<size_t>(p * panel) * static_cast<size_t>(format.head_dim);
+    for (int r = 0; r < rows; r += kRegisterRows) {
+      kScoreFns[std::min(kRegisterRows, rows - r) - 1](
+          query + r, keys, format.head_dim, scratch.scores + r * kTileTokens + p * panel);
+    }
+  }
+}
+
+// out[r] = out[r] * decay[r] + weighted values of the block's keys in `span`.
+void add_rows(const AttentionCall& call, const Block& block, TokenSpan span, int rows,
+              const float* weights, const float* decay, float* out, ThreadScratch& scratch) {
+  const SlotFormat& format = call.cache.format;
+  const size_t pitch =
+      static_cast<size_t>(value_pitch(format.head_dim, static_cast<int>(lane_count())));
+  if (block.direct) {
+    add_slots_fn(format, rows)(format, block.slots, span, scratch.value_scale, scratch.value_zero,
+                               weights, decay, pitch, out);
+    return;
+  }
+  for (int r = 0; r < rows; r += kRegisterRows) {
+    kValueFns[std::min(kRegisterRows, rows - r) - 1](weights + r * kTileTokens, scratch.value_tile,
+                                                     pitch, span, format.head_dim, decay + r,
+                                                     out + static_cast<size_t>(r) * pitch);
+  }
+}
+
+void attend_block(const AttentionCall& call, const Block& block, int num_rows,
+                  ThreadScratch& scratch) {
+  const int head_dim = call.cache.format.head_dim;
+  const auto lanes = static_cast<int>(lane_count());
+  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
+  const float* queries = block.raw ? scratch.query_raw : scratch.query_rot;
+  for (int first = 0; first < num_rows; first += kRowTile) {
+    const int rows = std::min(kRowTile, num_rows - first);
+    TokenSpan visible[kRowTile];
+    TokenSpan all{kTileTokens, 0};
+    for (int r = 0; r < rows; ++r) {
+      visible[r].begin = static_cast<int>(std::clamp<int64_t>(
+          scratch.row_begin[first + r] - block.start, block.span.begin, block.span.end));
+      visible[r].end = static_cast<int>(std::clamp<int64_t>(
+          scratch.row_end[first + r] - block.start, block.span.begin, block.span.end));
+      if (visible[r].begin >= visible[r].end) continue;
+      all.begin = std::min(all.begin, visible[r].begin);
+      all.end = std::max(all.end, visible[r].end);
+    }
+    if (all.begin >= all.end) continue;
+
+    score_rows(call, block, all, rows,
+               queries + static_cast<size_t>(first) * static_cast<size_t>(head_dim), scratch);
+
+    const TokenSpan columns{all.begin / lanes * lanes, round_up(all.end, lanes)};
+    float decay[kRowTile];
+    bool uniform = true;
+    for (int r = 0; r < rows; ++r) {
+      const int row = first + r;
+      float* max = scratch.segment.max + row;
+      float* sum = scratch.segment.sum + row;
+      const RowUpdate update =
+          softmax_row(call, columns, visible[r], scratch.key_scale, scratch.row_factor[row],
+                      scratch.row_cap[row], *max, scratch.scores + r * kTileTokens);
+      // A poisoned row stays poisoned: its maximum is NaN from then on.
+      const bool poisoned = *max != *max;
+      *max = poisoned ? kNaN : update.max;
+      *sum = *sum * update.decay + update.sum;
+      decay[r] = update.decay;
+      uniform &= visible[r].begin == all.begin && visible[r].end == all.end;
+    }
+
+    float* out = scratch.segment.out + static_cast<size_t>(first) * pitch;
+    if (block.finite_values || uniform) {
+      add_rows(call, block, all, rows, scratch.scores, decay, out, scratch);
+      continue;
+    }
+    // Weight 0 times an infinite value would reach rows that do not see it.
+    for (int r = 0; r < rows; ++r) {
+      if (visible[r].begin >= visible[r].end) continue;
+      add_rows(call, block, visible[r], 1, scratch.scores + r * kTileTokens, decay + r,
+               out + static_cast<size_t>(r) * pitch, scratch);
+    }
+  }
+}
+
+inline void clear_states(const RowStates& states, int rows) {
+  std::fill_n(states.max, rows, -kInfinity);
+  std::fill_n(states.sum, rows, 0.0f);
+}
+
+void merge_rows(const RowStates& from, const RowStates& into, int rows, int head_dim,
+                const float* row_factor) {
+  const F32 df;
+  const size_t lanes = lane_count();
+  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lanes)));
+  for (int r = 0; r < rows; ++r) {
+    if (from.max[r] == -kInfinity) continue;
+    const float* src = from.out + static_cast<size_t>(r) * pitch;
+    float* dst = into.out + static_cast<size_t>(r) * pitch;
+    if (into.max[r] == -kInfinity) {
+      std::memcpy(dst, src, pitch * sizeof(float));
+      into.max[r] = from.max[r];
+      into.sum[r] = from.sum[r];
+      continue;
+    }
+    // std::max would drop a NaN on one side only; poisoned rows keep theirs.
+    const float max = from.max[r] != from.max[r] ? from.max[r] : std::max(into.max[r], from.max[r]);
+    const float keep = exp2_weight((into.max[r] - max) * row_factor[r]);
+    const float add = exp2_weight((from.max[r] - max) * row_factor[r]);
+    into.max[r] = max;
+    into.sum[r] = std::fma(from.sum[r], add, into.sum[r] * keep);
+    const VF keeps = hn::Set(df, keep);
+    const VF adds = hn::Set(df, add);
+    for (size_t c = 0; c < pitch; c += lanes) {
+      const VF kept = hn::Mul(hn::LoadU(df, dst + c), keeps);
+      hn::StoreU(hn::MulAdd(hn::LoadU(df, src + c), adds, kept), df, dst + c);
+    }
+  }
+}
+
+void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
+  const hn::CappedTag<float, 4> narrow;
+  const SlotFormat& format = call.cache.format;
+  const int head_dim = format.head_dim;
+  const int group_heads = call.num_heads / call.cache.num_kv_heads;
+  const int64_t q_begin = call.cu_seqlens_q[task.seq];
+  const int64_t seq_len = call.seq_lens[task.seq];
+  const int64_t cached_len = seq_len - (call.cu_seqlens_q[task.seq + 1] - q_begin);
+  const auto num_rows = static_cast<int>(task.row_end - task.row_begin);
+  const size_t group_floats = static_cast<size_t>(head_dim) * kRowTile;
+  float row[kMaxHeadDim];
+  for (int r = 0; r < num_rows; ++r) {
+    const int64_t offset = (task.row_begin + r) / group_heads;
+    const int64_t head = int64_t{task.kv_head} * group_heads + (task.row_begin + r) % group_heads;
+    load_row(
+        element_ptr(call.query,
+                    (q_begin + offset) * call.query_stride_token + head * call.query_stride_head,
+                    call.dtype),
+        call.dtype, head_dim, row);
+    float largest = 0.0f;
+    for (int d = 0; d < head_dim; ++d) largest = std::max(largest, std::abs(row[d]));
+    // An exact power of two brings the row to [1, 2), so that no product or sum can overflow; the
+    // factor applied to score differences takes it back.
+    int exponent = 0;
+    if (largest > 0.0f && largest <= FLT_MAX) exponent = std::clamp(std::ilogb(largest), -120, 127);
+    const double shrink = std::ldexp(call.softmax_scale < 0.0f ? -1.0 : 1.0, -exponent);
+    const double unit = std::ldexp(std::abs(static_cast<double>(call.softmax_scale)), exponent);
+    if (call.softcap > 0.0f) {
+      scratch.row_factor[r] = 1.0f;
+      scratch.row_cap[r] =
+          static_cast<float>(std::min(unit / call.softcap, static_cast<double>(FLT_MAX)));
+    } else {
+      scratch.row_factor[r] =
+          static_cast<float>(std::min(unit * 1.4426950408889634, static_cast<double>(FLT_MAX)));
+      scratch.row_cap[r] = 0.0f;
+    }
+    float* column = scratch.query_raw + static_cast<size_t>(r / kRowTile) * group_floats +
+                    static_cast<size_t>(r % kRowTile);
+    for (int d = 0; d < head_dim; ++d) {
+      column[static_cast<size_t>(d) * kRowTile] = static_cast<float>(row[d] * shrink);
+    }
+    const KeyRange visible = key_range(call.mask, cached_len + offset, seq_len);
+    scratch.row_begin[r] = visible.begin;
+    scratch.row_end[r] = visible.end;
+  }
+  if (!format.rotated()) return;
+  // The orthonormal factor is left to one multiplication after the butterflies.
+  const float orthonormal = 1.0f / std::sqrt(static_cast<float>(head_dim));
+  for (int first = 0; first < num_rows; first += kRowTile) {
+    const float* raw = scratch.query_raw + static_cast<size_t>(first / kRowTile) * group_floats;
+    float* rotated = scratch.query_rot + static_cast<size_t>(first / kRowTile) * group_floats;
+    std::memcpy(rotated, raw, group_floats * sizeof(float));
+    hadamard_columns(narrow, rotated, head_dim, kRowTile);
+    for (size_t i = 0; i < group_floats; i += hn::Lanes(narrow)) {
+      hn::StoreU(hn::Mul(hn::LoadU(narrow, rotated + i), hn::Set(narrow, orthonormal)), narrow,
+                 rotated + i);
+    }
+  }
+}
+
+void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
+  const int head_dim = call.cache.format.head_dim;
+  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
+  const auto num_rows = static_cast<int>(task.row_end - task.row_begin);
+  const int64_t cached_len =
+      call.seq_lens[task.seq] - (call.cu_seqlens_q[task.seq + 1] - call.cu_seqlens_q[task.seq]);
+  const bool raw_chunk = call.chunk_key != nullptr;
+  load_queries(call, task, scratch);
+  clear_states(scratch.total, num_rows);
+  int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
+  for (int r = 0; r < num_rows; ++r) {
+    if (scratch.row_begin[r] >= scratch.row_end[r]) continue;
+    low = std::min(low, scratch.row_begin[r]);
+    high = std::max(high, scratch.row_end[r]);
+  }
+  if (low >= high) return;
+
+  const bool direct =
+      num_rows <= kDirectRows && HWY_TARGET != HWY_SCALAR && whole_value_vectors(call.cache.format);
+  // The block that holds position `begin`: it ends with its kTileTokens, its segment or the rows'
+  // last key, and never mixes packed and raw keys.
+  const auto block_at = [&](int64_t begin) {
+    Block block;
+    block.raw = raw_chunk && begin >= cached_len;
+    block.direct = direct && !block.raw;
+    block.start = begin / kTileTokens * kTileTokens;
+    int64_t end = std::min(high, block.start + kTileTokens);
+    if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
+    if (raw_chunk && !block.raw) end = std::min(end, cached_len);
+    block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+    if (!block.raw) find_slots(call, task, block);
+    return block;
+  };
+
+  for (int lane = task.lane_begin; lane < task.lane_end; ++lane) {
+    clear_states(scratch.lane, num_rows);
+    int64_t segment = low / kSegmentTokens;
+    segment += (lane - segment % kNumLanes + kNumLanes) % kNumLanes;
+    for (; segment * kSegmentTokens < high; segment += kNumLanes) {
+      clear_states(scratch.segment, num_rows);
+      std::memset(scratch.segment.out, 0, static_cast<size_t>(num_rows) * pitch * sizeof(float));
+      const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
+      int64_t begin = std::max(low, segment * kSegmentTokens);
+      while (begin < segment_end) {
+        Block block = block_at(begin);
+        begin = block.start + block.span.end;
+        const int64_t next = begin < segment_end ? begin : (segment + kNumLanes) * kSegmentTokens;
+        if (next < high) {
+          const Block ahead = block_at(next);
+          if (!ahead.raw) prefetch_packed(call, ahead);
+        }
+        if (block.raw) {
+          load_raw(call, task, cached_len, block, scratch);
+        } else {
+          load_packed(call, block, scratch);
+        }
+        attend_block(call, block, num_rows, scratch);
+      }
+      merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
+    }
+    merge_rows(scratch.lane, scratch.total, num_rows, head_dim, scratch.row_factor);
+  }
+}
+
+void write_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
+  constexpr double kLn2 = 0.6931471805599453;
+  const int head_dim = call.cache.format.head_dim;
+  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
+  const int group_heads = call.num_heads / call.cache.num_kv_heads;
+  for (int64_t r = 0; r < task.row_end - task.row_begin; ++r) {
+    const int64_t token = call.cu_seqlens_q[task.seq] + (task.row_begin + r) / group_heads;
+    const int64_t head = int64_t{task.kv_head} * group_heads + (task.row_begin + r) % group_heads;
+    const float* row = scratch.total.out + static_cast<size_t>(r) * pitch;
+    const bool empty = scratch.total.max[r] == -kInfinity;
+    double lse = -std::numeric_limits<double>::infinity();
+    float sum = scratch.total.sum[r];
+    float weight = 1.0f;  // of the keys, once a sink outweighs them
+    if (!empty) {
+      const double max = static_cast<double>(scratch.total.max[r]) * scratch.row_factor[r] * kLn2;
+      lse = max + std::log(static_cast<double>(sum));
+      if (call.sinks != nullptr) {
+        const double sink = call.sinks[head];
+        const double top = std::max(max, sink);
+        weight = static_cast<float>(std::exp(max - top));
+        const double total = sum * std::exp(max - top) + std::exp(sink - top);
+        lse = top + std::log(total);
+        sum = static_cast<float>(total);
+      }
+    }
+    const int64_t out = token * call.out_stride_token + head * call.out_stride_head;
+    for (int d = 0; d < head_dim; ++d) {
+      // Adding +0 turns a negative zero into zero, whatever rounding led to it.
+      const float value = empty ? 0.0f : row[value_column(head_dim, d)] * weight / sum + 0.0f;
+      store_element(call.out, out + d, call.dtype, value);
+    }
+    if (call.lse != nullptr) {
+      call.lse[head * call.lse_stride_head + token * call.lse_stride_token] =
+          static_cast<float>(lse);
+    }
+  }
+}
+
+AttendKernels make_attend_kernels() { return {attend_rows, merge_rows, load_queries, write_rows}; }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace kvtile
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace kvtile {
+
+AttendKernels attend_kernels(SimdTarget target) {
+#if HWY_TARGETS & HWY_AVX3
+  if (target == SimdTarget::kAvx3) return N_AVX3::make_attend_kernels();
+#endif
+#if HWY_TARGETS & HWY_AVX2
+  if (target == SimdTarget::kAvx2) return N_AVX2::make_attend_kernels();
+#endif
+  (void)target;
+  return HWY_STATIC_DISPATCH(make_attend_kernels)();
+}
+
+}  // namespace kvtile
+#endif  // HWY_ONCE

@@ -1,0 +1,177 @@
+// Page addressing and descriptors: 64-bit offsets, overlap and extent checks, and a descriptor
+// that tells apart every pair of caches that would be read differently.
+#include "kvtile/cache.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "tests/testing/compare.h"
+#include "tests/testing/generate.h"
+
+namespace kvtile {
+namespace {
+
+using testing::fails_with;
+using testing::is_ok;
+using testing::make_format;
+
+std::byte* some_pages() {
+  static std::byte byte;
+  return &byte;
+}
+
+TEST(PagedCache, DenseOrders) {
+  const SlotFormat format = make_format("4bit_nc", 128);
+  const PagedCache token_major = make_cache(some_pages(), 10, 16, 8, format);
+  EXPECT_EQ(token_major.stride_head, 134);
+  EXPECT_EQ(token_major.stride_token, 134 * 8);
+  EXPECT_EQ(token_major.stride_block, 134 * 8 * 16);
+  EXPECT_EQ(token_major.pages_bytes, 134 * 8 * 16 * 10);
+  EXPECT_EQ(cache_extent_bytes(token_major), token_major.pages_bytes);
+  const PagedCache head_major = make_cache(some_pages(), 10, 16, 8, format, PageLayout::kHeadMajor);
+  EXPECT_EQ(head_major.stride_token, 134);
+  EXPECT_EQ(head_major.stride_head, 134 * 16);
+  EXPECT_EQ(head_major.slot_offset(3, 5, 7), 3 * 134 * 8 * 16 + 5 * 134 + 7 * 134 * 16);
+  const PagedCache padded =
+      make_cache(some_pages(), 10, 16, 8, format, PageLayout::kTokenMajor, 256);
+  EXPECT_EQ(padded.stride_head, 256);
+  EXPECT_EQ(cache_extent_bytes(padded), 256 * 8 * 16 * 10 - (256 - 134));
+  for (const PagedCache& cache : {token_major, head_major, padded}) {
+    EXPECT_TRUE(is_ok(check_cache(cache)));
+  }
+}
+
+TEST(PagedCache, OffsetsAre64Bit) {
+  const PagedCache cache = make_cache(some_pages(), 700000, 784, 4, make_format("k8v4", 256));
+  const int64_t offset = cache.slot_offset(699999, 783, 3);
+  EXPECT_EQ(offset, int64_t{388} * 4 * 784 * 700000 - 388);
+  EXPECT_GT(offset, int64_t{1} << 39);
+  EXPECT_TRUE(is_ok(check_cache(cache)));
+}
+
+TEST(PagedCache, RefusesEachBadFieldByName) {
+  const PagedCache good = make_cache(some_pages(), 4, 16, 2, make_format("3bit_nc", 64));
+  const auto refused = [&good](const char* name, auto change) {
+    PagedCache cache = good;
+    change(&cache);
+    EXPECT_TRUE(fails_with(check_cache(cache), StatusCode::kInvalidArgument, name));
+  };
+  refused("block_size", [](PagedCache* c) { c->block_size = 0; });
+  refused("block_size", [](PagedCache* c) { c->block_size = -16; });
+  refused("num_kv_heads", [](PagedCache* c) { c->num_kv_heads = 0; });
+  refused("num_blocks", [](PagedCache* c) { c->num_blocks = -1; });
+  refused("pages", [](PagedCache* c) { c->pages = nullptr; });
+  refused("layout", [](PagedCache* c) { c->layout = static_cast<PageLayout>(9); });
+  refused("stride_head", [](PagedCache* c) { c->stride_head = 53; });
+  refused("stride_head", [](PagedCache* c) { c->stride_head = -54; });
+  refused("stride_head", [](PagedCache* c) { c->stride_head = 0; });
+  refused("stride_token", [](PagedCache* c) { c->stride_token = 107; });
+  refused("stride_block", [](PagedCache* c) { c->stride_block = 16 * 108 - 1; });
+  refused("stride_block",
+          [](PagedCache* c) { c->stride_block = std::numeric_limits<int64_t>::max() / 2; });
+  refused("pages_bytes", [](PagedCache* c) { c->pages_bytes -= 1; });
+  PagedCache format = good;
+  format.format.head_dim = 96;
+  EXPECT_TRUE(fails_with(check_cache(format), StatusCode::kUnsupported, "head_dim"));
+}
+
+TEST(PagedCache, StridesOfSizeOneDimensionsAreIgnored) {
+  PagedCache cache = make_cache(some_pages(), 1, 1, 1, make_format("4bit_nc", 64));
+  cache.stride_block = -5;
+  cache.stride_token = 0;
+  cache.stride_head = 7;
+  EXPECT_TRUE(is_ok(check_cache(cache)));
+  EXPECT_EQ(cache_extent_bytes(cache), 70);
+}
+
+TEST(PagedCache, InterleavedPoolsAreLegal) {
+  // Two layers interleaved block by block: the block stride doubles, the rest stays dense.
+  PagedCache cache = make_cache(some_pages(), 8, 16, 4, make_format("k3v4_nc", 128));
+  cache.stride_block *= 2;
+  cache.pages_bytes = cache_extent_bytes(cache);
+  EXPECT_TRUE(is_ok(check_cache(cache)));
+  // Heads outermost, as a strided view of anything may be.
+  cache.stride_token = 118;
+  cache.stride_block = 118 * 16;
+  cache.stride_head = 118 * 16 * 8;
+  cache.layout = PageLayout::kStrided;
+  cache.pages_bytes = 0;
+  EXPECT_TRUE(is_ok(check_cache(cache)));
+}
+
+TEST(PagedCache, EmptyPoolNeedsNoMemory) {
+  PagedCache cache = make_cache(nullptr, 0, 16, 2, make_format("4bit_nc", 64));
+  EXPECT_TRUE(is_ok(check_cache(cache)));
+  EXPECT_EQ(cache_extent_bytes(cache), 0);
+}
+
+TEST(Descriptor, MatchesItselfAndNothingElse) {
+  // Several of these agree in every byte count and differ in meaning only.
+  std::vector<PagedCache> caches;
+  const auto add = [&caches](const SlotFormat& format, int block, int heads, PageLayout layout,
+                             int stride) {
+    caches.push_back(make_cache(some_pages(), 8, block, heads, format, layout, stride));
+  };
+  const SlotFormat four = make_format("4bit_nc", 64);
+  add(four, 16, 2, PageLayout::kTokenMajor, 0);
+  add(four, 16, 2, PageLayout::kHeadMajor, 0);
+  add(four, 32, 2, PageLayout::kTokenMajor, 0);
+  add(four, 32, 1, PageLayout::kTokenMajor, 0);
+  add(four, 16, 2, PageLayout::kTokenMajor, 128);
+  add(make_format("k3v4_nc", 64), 16, 2, PageLayout::kTokenMajor, 128);
+  add(make_format("3bit_nc", 64), 16, 2, PageLayout::kTokenMajor, 128);
+  add(make_format("k8v4", 64), 16, 2, PageLayout::kTokenMajor, 128);
+  add(make_format("k8v4", 64, KeyCode::kFp8E4B15), 16, 2, PageLayout::kTokenMajor, 128);
+  SlotFormat uncorrected = four;
+  uncorrected.norm_correction = false;
+  add(uncorrected, 16, 2, PageLayout::kTokenMajor, 0);
+  for (size_t i = 0; i < caches.size(); ++i) {
+    for (size_t j = 0; j < caches.size(); ++j) {
+      const Status status = match_descriptor(caches[i], cache_descriptor(caches[j]));
+      EXPECT_EQ(status.ok(), i == j) << cache_descriptor(caches[i]) << "\n"
+                                     << cache_descriptor(caches[j]);
+    }
+  }
+}
+
+TEST(Descriptor, NamesExpectedAndFound) {
+  const PagedCache cache = make_cache(some_pages(), 8, 16, 2, make_format("4bit_nc", 64));
+  const PagedCache other = make_cache(some_pages(), 8, 16, 2, make_format("4bit_nc", 128));
+  const Status status = match_descriptor(cache, cache_descriptor(other));
+  EXPECT_TRUE(fails_with(status, StatusCode::kInvalidArgument, "head_dim=64"));
+  EXPECT_TRUE(fails_with(status, StatusCode::kInvalidArgument, "head_dim=128"));
+}
+
+TEST(Descriptor, CorruptTextIsRefused) {
+  const PagedCache cache = make_cache(some_pages(), 8, 16, 2, make_format("4bit_nc", 64));
+  const std::string good = cache_descriptor(cache);
+  EXPECT_EQ(good.find('\n'), std::string::npos);
+  for (size_t cut = 0; cut < good.size(); ++cut) {
+    EXPECT_FALSE(match_descriptor(cache, good.substr(0, cut)).ok()) << cut;
+    std::string flipped = good;
+    flipped[cut] = static_cast<char>(flipped[cut] ^ 1);
+    EXPECT_FALSE(match_descriptor(cache, flipped).ok()) << cut;
+  }
+  EXPECT_FALSE(match_descriptor(cache, good + " extra=1").ok());
+  EXPECT_FALSE(match_descriptor(cache, good + good).ok());
+}
+
+TEST(Descriptor, CodebookHashSeparatesEveryFormat) {
+  std::vector<uint64_t> hashes;
+  for (const char* preset : {"4bit_nc", "3bit_nc"}) {
+    for (int head_dim : {32, 64, 128, 256, 512}) {
+      hashes.push_back(codebook_hash(make_format(preset, head_dim)));
+    }
+  }
+  hashes.push_back(codebook_hash(make_format("k8v4", 64)));
+  hashes.push_back(codebook_hash(make_format("k8v4", 64, KeyCode::kFp8E4B15)));
+  for (size_t i = 0; i < hashes.size(); ++i) {
+    for (size_t j = 0; j < i; ++j) EXPECT_NE(hashes[i], hashes[j]);
+  }
+}
+
+}  // namespace
+}  // namespace kvtile
