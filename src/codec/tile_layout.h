@@ -12,6 +12,10 @@ inline constexpr int kTileTokens = 128;
 // Tokens whose value words are staged together.
 inline constexpr int kValueBatch = 16;
 
+// Coordinates a score adds up in one chain before the chain joins the sum: bounds the rounding of
+// long rows of equal products.
+inline constexpr int kScoreChain = 64;
+
 // Tokens [begin, end) of a tile.
 struct TokenSpan {
   int begin, end;

@@ -211,10 +211,10 @@ inline void load_halves(const std::byte* const* slots, TokenSpan span, int offse
 // Calls sink(level) for each coordinate in order, lanes over slots, and returns the sum of squared
 // levels (of rotated keys; FP8 keys have no use for it). The sum is the decode definition of
 // docs/format.md, the same on every target and GPU: eight partial sums in coordinate order,
-// multiply and add apart.
-template <KeyCode kKey, class Sink>
+// multiply and add apart. fold() is called after every kScoreChain coordinates.
+template <KeyCode kKey, class Sink, class Fold>
 HWY_INLINE VF visit_keys(const SlotFormat& format, const LevelTable& table,
-                         const std::byte* const* lane_slots, Sink sink) {
+                         const std::byte* const* lane_slots, Sink sink, Fold fold) {
   constexpr int kBits = key_bits(kKey);
   constexpr int kBytesPerWord = kBits == 8 ? 4 : kBits;
   const int num_words = format.key_bytes() / kBytesPerWord;
@@ -241,16 +241,19 @@ HWY_INLINE VF visit_keys(const SlotFormat& format, const LevelTable& table,
         next(s0), next(s1), next(s2), next(s3), next(s4), next(s5), next(s6), next(s7);
       }
     }
+    constexpr int kCodesPerWord = kBits == 8 ? 4 : 8;
+    if ((w + kWordsPerLoad) * kCodesPerWord % kScoreChain == 0) fold();
   }
   return hn::Add(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)),
                  hn::Add(hn::Add(s4, s5), hn::Add(s6, s7)));
 }
 
 // Visits the keys of the span a vector of tokens at a time: begin(t) returns the sink for tokens
-// t.. and end(t) is called after it. Fills key_scale, the factor of each token's levels.
-template <KeyCode kKey, class Begin, class End>
+// t.., fold() ends a chain of coordinates and end(t) the tokens. Fills key_scale, the factor of
+// each token's levels.
+template <KeyCode kKey, class Begin, class Fold, class End>
 HWY_INLINE void visit_span(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                           float* key_scale, Begin begin, End end) {
+                           float* key_scale, Begin begin, Fold fold, End end) {
   const F32 df;
   const size_t lanes = lane_count();
   const LevelTable table(is_fp8(kKey) ? Codebook{} : make_codebook(kKey, format.head_dim));
@@ -258,7 +261,7 @@ HWY_INLINE void visit_span(const SlotFormat& format, const std::byte* const* slo
   const std::byte* lane_slots[kMaxLanes];
   for (size_t t = span.begin / lanes * lanes; t < static_cast<size_t>(span.end); t += lanes) {
     clamp_slots(slots, span, t, lane_slots);
-    const VF sum = visit_keys<kKey>(format, table, lane_slots, begin(t));
+    const VF sum = visit_keys<kKey>(format, table, lane_slots, begin(t), fold);
     end(t);
     if constexpr (is_fp8(kKey)) {
       hn::StoreU(hn::Set(df, 1.0f), df, key_scale + t);
@@ -282,7 +285,7 @@ void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, To
           column += panel;
         };
       },
-      [](size_t) {});
+      [] {}, [](size_t) {});
 }
 
 // Keys of slots[t] into column t, for t in the span; other columns of the vectors touched are left

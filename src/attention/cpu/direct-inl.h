@@ -24,11 +24,17 @@ template <KeyCode kKey, int kRows>
 void score_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                  const float* query, float* key_scale, float* scores) {
   const F32 df;
-  VF acc[kRows];
+  VF acc[kRows], total[kRows];
+  const auto fold = [&] {
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+      total[r] = hn::Add(total[r], acc[r]);
+      acc[r] = hn::Zero(df);
+    }
+  };
   visit_span<kKey>(
       format, slots, span, key_scale,
       [&](size_t) {
-        KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc[r] = hn::Zero(df);
+        KVTILE_UNROLL for (int r = 0; r < kRows; ++r) total[r] = acc[r] = hn::Zero(df);
         return [&, q = query](VF level) mutable {
           KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
             acc[r] = hn::MulAdd(hn::Set(df, q[r]), level, acc[r]);
@@ -36,9 +42,11 @@ void score_slots(const SlotFormat& format, const std::byte* const* slots, TokenS
           q += kRowTile;
         };
       },
+      fold,
       [&](size_t t) {
+        fold();
         KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
-          hn::StoreU(acc[r], df, scores + r * kTileTokens + t);
+          hn::StoreU(total[r], df, scores + r * kTileTokens + t);
         }
       });
 }

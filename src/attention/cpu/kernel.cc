@@ -87,20 +87,28 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
                  float* HWY_RESTRICT scores) {
   const F32 df;
   const size_t lanes = lane_count();
-  VF acc0[kRows], acc1[kRows];
-  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
-  for (int d = 0; d < head_dim; ++d, query += kRowTile, panel += 2 * lanes) {
-    const VF key0 = hn::LoadU(df, panel);
-    const VF key1 = hn::LoadU(df, panel + lanes);
-    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
-      const VF q = hn::Set(df, query[r]);
-      acc0[r] = hn::MulAdd(q, key0, acc0[r]);
-      acc1[r] = hn::MulAdd(q, key1, acc1[r]);
+  for (int begin = 0; begin < head_dim; begin += kScoreChain) {
+    VF acc0[kRows], acc1[kRows];
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) acc0[r] = acc1[r] = hn::Zero(df);
+    const int end = std::min(head_dim, begin + kScoreChain);
+    for (int d = begin; d < end; ++d, query += kRowTile, panel += 2 * lanes) {
+      const VF key0 = hn::LoadU(df, panel);
+      const VF key1 = hn::LoadU(df, panel + lanes);
+      KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+        const VF q = hn::Set(df, query[r]);
+        acc0[r] = hn::MulAdd(q, key0, acc0[r]);
+        acc1[r] = hn::MulAdd(q, key1, acc1[r]);
+      }
     }
-  }
-  KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
-    hn::StoreU(acc0[r], df, scores + r * kTileTokens);
-    hn::StoreU(acc1[r], df, scores + r * kTileTokens + lanes);
+    KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
+      float* s = scores + r * kTileTokens;
+      if (begin > 0) {
+        acc0[r] = hn::Add(hn::LoadU(df, s), acc0[r]);
+        acc1[r] = hn::Add(hn::LoadU(df, s + lanes), acc1[r]);
+      }
+      hn::StoreU(acc0[r], df, s);
+      hn::StoreU(acc1[r], df, s + lanes);
+    }
   }
 }
 
