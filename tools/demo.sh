@@ -23,7 +23,7 @@ for preset in k8v4 4bit_nc k3v4_nc 3bit_nc; do
   "$kvtile" prefill --input "$sample" --preset "$preset" --json "$report" >"$scratch/log" 2>&1 ||
     { cat "$scratch/log"; exit 1; }
   cache=$(field "$report" cache_bytes) dense=$(field "$report" dense_cache_bytes)
-  printf '%-8s %6.2f MiB %6.2f MiB %6.2fx %9.3f %9.1f %11.1e %11.1e\n' "$preset" "$(mib "$cache")" \
+  printf '%-8s %6.2f MiB %6.2f MiB %6.2fx %9.1f %9.1f %11.1e %11.1e\n' "$preset" "$(mib "$cache")" \
     "$(mib "$dense")" "$(awk -v a="$dense" -v b="$cache" 'BEGIN { print a / b }')" \
     "$(field "$report" ns_per_query_token_layer)" "$(field "$report" gflops)" \
     "$(field "$report" rel_error)" "$(field "$report" preset_rel_error)"
@@ -56,6 +56,6 @@ awk -v cache="$cache" -v one_shot="$one_shot" \
   printf "one-shot buffers      %8.2f GiB  (16-bit keys and values, decoded and joined with the chunk)\n", one_shot / gib
   printf "kvtile workspace      %8.2f MiB  (%.0fx less)\n", workspace / 1048576, one_shot / workspace
   printf "peak resident memory  %8.2f GiB\n", rss / gib
-  printf "time                  %8.3f ns per query token and cached token, %.1f GFLOP/s\n", ns, gflops
+  printf "time                  %8.0f ns per query token and cached token, %.1f GFLOP/s\n", ns, gflops
   printf "kernel error          %8.1e\n", error
 }'

@@ -25,11 +25,13 @@ constexpr int64_t kAlignment = 64;
 // states; above, rows alone are work enough. Bounds the memory for stored states.
 constexpr int kMaxSplitRows = 256;
 
-// Packed rows of one KV head that a call of this shape can put into one task.
+// Scratch rows of one task: packed rows of one KV head, or a row tile for each of several heads.
 int task_rows(const AttentionCall& call) {
   const int64_t group = call.num_heads / call.cache.num_kv_heads;
-  const int64_t rows = round_up64(std::max<int64_t>(1, call.total_q * group), kRowTile);
-  return static_cast<int>(std::min<int64_t>(rows, max_task_rows(call.cache.format.head_dim)));
+  const int64_t one_head = round_up64(std::max<int64_t>(1, call.total_q * group), kRowTile);
+  const int64_t all_heads = int64_t{kRowTile} * call.cache.num_kv_heads;
+  return static_cast<int>(
+      std::min<int64_t>(std::max(one_head, all_heads), max_task_rows(call.cache.format.head_dim)));
 }
 
 int64_t stored_state_bytes(const AttentionCall& call) {
@@ -107,19 +109,26 @@ Status check_batch(const AttentionCall& call) {
   return {};
 }
 
-// The tasks of a call in a fixed order: sequence, then block of rows, then KV head.
+// The tasks of a call in a fixed order: sequence, then block of rows, then KV heads. Sequences of
+// one row tile a head put up to max_heads heads in a task.
 class Schedule {
  public:
-  Schedule(const AttentionCall& call, int rows_per_task)
+  Schedule(const AttentionCall& call, int max_rows, int max_heads)
       : call_(&call),
         group_(call.num_heads / call.cache.num_kv_heads),
-        rows_per_task_(rows_per_task) {}
-
-  int64_t num_tasks() const {
-    int64_t tasks = 0;
-    for (int s = 0; s < call_->num_seqs; ++s) tasks += tasks_of(s);
-    return tasks;
+        max_rows_(max_rows),
+        max_heads_(max_heads) {
+    for (int s = 0; s < call.num_seqs; ++s) {
+      num_tasks_ += tasks_of(s);
+      largest_task_ = std::max<int64_t>(
+          largest_task_,
+          std::min<int64_t>(round_up64(rows_of(s), kRowTile), max_rows_) * heads_of(s));
+    }
   }
+
+  int64_t num_tasks() const { return num_tasks_; }
+  // Scratch rows of the largest task.
+  int64_t largest_task() const { return largest_task_; }
 
   // Tasks are asked for in increasing order by each thread, so the walk over sequences is resumed.
   struct Cursor {
@@ -130,13 +139,15 @@ class Schedule {
     while (index - cursor.first_task >= tasks_of(cursor.seq)) {
       cursor.first_task += tasks_of(cursor.seq++);
     }
+    const int heads = heads_of(cursor.seq);
+    const int64_t head_tasks = (call_->cache.num_kv_heads + heads - 1) / heads;
     const int64_t local = index - cursor.first_task;
-    const int64_t block = local / call_->cache.num_kv_heads;
     RowTask task;
     task.seq = cursor.seq;
-    task.kv_head = static_cast<int>(local % call_->cache.num_kv_heads);
-    task.row_begin = block * rows_per_task_;
-    task.row_end = std::min(rows_of(cursor.seq), task.row_begin + rows_per_task_);
+    task.kv_head_begin = static_cast<int>(local % head_tasks) * heads;
+    task.kv_head_end = std::min(task.kv_head_begin + heads, call_->cache.num_kv_heads);
+    task.row_begin = local / head_tasks * max_rows_;
+    task.row_end = std::min(rows_of(cursor.seq), task.row_begin + max_rows_);
     task.lane_begin = 0;
     task.lane_end = kNumLanes;
     return task;
@@ -146,13 +157,18 @@ class Schedule {
   int64_t rows_of(int seq) const {
     return (int64_t{call_->cu_seqlens_q[seq + 1]} - call_->cu_seqlens_q[seq]) * group_;
   }
+  int heads_of(int seq) const { return rows_of(seq) <= kRowTile ? max_heads_ : 1; }
   int64_t tasks_of(int seq) const {
-    return (rows_of(seq) + rows_per_task_ - 1) / rows_per_task_ * call_->cache.num_kv_heads;
+    const int64_t heads = heads_of(seq);
+    return (rows_of(seq) + max_rows_ - 1) / max_rows_ *
+           ((call_->cache.num_kv_heads + heads - 1) / heads);
   }
 
   const AttentionCall* call_;
   int64_t group_;
-  int64_t rows_per_task_;
+  int64_t max_rows_;
+  int max_heads_;
+  int64_t num_tasks_ = 0, largest_task_ = 0;
 };
 
 // Rows that belong to no sequence.
@@ -194,20 +210,29 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
   const int64_t scratch_bytes = carve_thread_scratch(call, nullptr, nullptr);
   auto* stored = reinterpret_cast<float*>(base + scratch_bytes * num_threads);
 
-  // Smaller tasks when there would be too few to go round; bits do not depend on it.
-  int rows = task_rows(call);
-  Schedule schedule(call, rows);
-  int64_t num_tasks = schedule.num_tasks();
-  while (num_tasks < 4 * num_threads && rows > 4 * kRowTile) {
-    rows = std::max(4 * kRowTile, rows / 2 / kRowTile * kRowTile);
-    schedule = Schedule(call, rows);
-    num_tasks = schedule.num_tasks();
+  // Smaller tasks when there would be too few to go round; bits do not depend on it. Lanes can be
+  // dealt out too while their states fit the store.
+  const int scratch_rows = task_rows(call);
+  int max_rows = scratch_rows;
+  int max_heads = std::min(call.cache.num_kv_heads, scratch_rows / kRowTile);
+  Schedule schedule(call, max_rows, max_heads);
+  const auto can_split = [&] {
+    return num_threads > 1 && schedule.num_tasks() * schedule.largest_task() <= kMaxSplitRows;
+  };
+  const auto too_few = [&] {
+    return schedule.num_tasks() * (can_split() ? kNumLanes : 1) < 4 * int64_t{num_threads};
+  };
+  while (too_few() && (max_heads > 1 || max_rows > 4 * kRowTile)) {
+    max_heads = (max_heads + 1) / 2;
+    max_rows = std::max(4 * kRowTile, round_up(max_rows / 2, kRowTile));
+    schedule = Schedule(call, max_rows, max_heads);
   }
-  const bool split =
-      num_threads > 1 && num_tasks < 4 * num_threads && num_tasks * rows <= kMaxSplitRows;
-  const int64_t state = state_floats(rows, head_dim);
+  const int64_t num_tasks = schedule.num_tasks();
+  const bool split = can_split() && num_tasks < 4 * int64_t{num_threads};
+  const auto stored_rows = static_cast<int>(schedule.largest_task());
   const auto stored_states = [&](int64_t task, int lane) {
-    return make_row_states(stored + (task * kNumLanes + lane) * state, rows, head_dim);
+    return make_row_states(stored + (task * kNumLanes + lane) * state_floats(stored_rows, head_dim),
+                           stored_rows, head_dim);
   };
 
 #pragma omp parallel num_threads(num_threads)
@@ -232,7 +257,7 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
     for (int64_t index = 0; index < num_tasks; ++index) {
       const RowTask task = schedule.task(index, cursor);
       if (split) {
-        const auto num_rows = static_cast<int>(task.row_end - task.row_begin);
+        const int num_rows = task.num_rows();
         kernels.load_queries(call, task, scratch);
         std::fill_n(scratch.total.max, num_rows, -std::numeric_limits<float>::infinity());
         for (int lane = 0; lane < kNumLanes; ++lane) {

@@ -220,6 +220,7 @@ RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan vi
 struct Block {
   int64_t start;
   TokenSpan span;
+  int kv_head;
   bool raw;                             // from chunk_key / chunk_value
   bool direct;                          // not unpacked: rows read the slots
   bool finite_values;                   // no NaN or infinity among the loaded values
@@ -234,7 +235,7 @@ void find_slots(const AttentionCall& call, const RowTask& task, Block& block) {
   for (int t = block.span.begin; t < block.span.end;) {
     const int64_t page = position / cache.block_size;
     const int64_t offset = position % cache.block_size;
-    const std::byte* slot = cache.pages + cache.slot_offset(table[page], offset, task.kv_head);
+    const std::byte* slot = cache.pages + cache.slot_offset(table[page], offset, block.kv_head);
     const int run =
         static_cast<int>(std::min<int64_t>(block.span.end - t, cache.block_size - offset));
     for (int i = 0; i < run; ++i) block.slots[t + i] = slot + i * cache.stride_token;
@@ -254,6 +255,12 @@ void prefetch_packed(const AttentionCall& call, const Block& block) {
   }
 }
 
+// A key with a non-finite norm has no score: inf * (q . levels) may be -inf, which would hide the
+// key where float64 over the decoded elements finds NaN.
+void poison_scales(TokenSpan span, float* key_scale) {
+  for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
+}
+
 void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   if (block.direct) {
@@ -262,6 +269,7 @@ void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch
     return;
   }
   unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  poison_scales(block.span, scratch.key_scale);
   block.finite_values =
       unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
 }
@@ -277,18 +285,18 @@ void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len
   for (int i = block.span.begin; i < block.span.end; ++i) {
     const int64_t token = call.cu_seqlens_q[task.seq] + block.start + i - cached_len;
     const auto t = static_cast<size_t>(i);
-    load_row(
-        element_ptr(call.chunk_key,
-                    token * call.chunk_key_stride_token + task.kv_head * call.chunk_key_stride_head,
-                    call.dtype),
-        call.dtype, head_dim, row);
+    load_row(element_ptr(
+                 call.chunk_key,
+                 token * call.chunk_key_stride_token + block.kv_head * call.chunk_key_stride_head,
+                 call.dtype),
+             call.dtype, head_dim, row);
     float* column =
         scratch.key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
     for (int d = 0; d < head_dim; ++d) column[static_cast<size_t>(d) * panel] = row[d];
     scratch.key_scale[t] = 1.0f;
     load_row(element_ptr(call.chunk_value,
                          token * call.chunk_value_stride_token +
-                             task.kv_head * call.chunk_value_stride_head,
+                             block.kv_head * call.chunk_value_stride_head,
                          call.dtype),
              call.dtype, head_dim, row);
     float* planar = scratch.value_tile + t * pitch;
@@ -307,6 +315,7 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
   if (block.direct) {
     score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
                                  scratch.scores);
+    poison_scales(span, scratch.key_scale);
     return;
   }
   const auto panel = static_cast<int>(panel_tokens());
@@ -338,14 +347,15 @@ void add_rows(const AttentionCall& call, const Block& block, TokenSpan span, int
   }
 }
 
-void attend_block(const AttentionCall& call, const Block& block, int num_rows,
+// Rows [row_begin, row_end) of scratch, all of the block's head.
+void attend_block(const AttentionCall& call, const Block& block, int row_begin, int row_end,
                   ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
   const auto lanes = static_cast<int>(lane_count());
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
   const float* queries = block.raw ? scratch.query_raw : scratch.query_rot;
-  for (int first = 0; first < num_rows; first += kRowTile) {
-    const int rows = std::min(kRowTile, num_rows - first);
+  for (int first = row_begin; first < row_end; first += kRowTile) {
+    const int rows = std::min(kRowTile, row_end - first);
     TokenSpan visible[kRowTile];
     TokenSpan all{kTileTokens, 0};
     for (int r = 0; r < rows; ++r) {
@@ -433,21 +443,15 @@ void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch&
   const hn::CappedTag<float, 4> narrow;
   const SlotFormat& format = call.cache.format;
   const int head_dim = format.head_dim;
-  const int group_heads = call.num_heads / call.cache.num_kv_heads;
-  const int64_t q_begin = call.cu_seqlens_q[task.seq];
   const int64_t seq_len = call.seq_lens[task.seq];
-  const int64_t cached_len = seq_len - (call.cu_seqlens_q[task.seq + 1] - q_begin);
-  const auto num_rows = static_cast<int>(task.row_end - task.row_begin);
   const size_t group_floats = static_cast<size_t>(head_dim) * kRowTile;
   float row[kMaxHeadDim];
-  for (int r = 0; r < num_rows; ++r) {
-    const int64_t offset = (task.row_begin + r) / group_heads;
-    const int64_t head = int64_t{task.kv_head} * group_heads + (task.row_begin + r) % group_heads;
-    load_row(
-        element_ptr(call.query,
-                    (q_begin + offset) * call.query_stride_token + head * call.query_stride_head,
-                    call.dtype),
-        call.dtype, head_dim, row);
+  for_each_row(call, task, [&](const TaskRow& at) {
+    const int r = at.index;
+    load_row(element_ptr(call.query,
+                         at.token * call.query_stride_token + at.head * call.query_stride_head,
+                         call.dtype),
+             call.dtype, head_dim, row);
     float largest = 0.0f;
     for (int d = 0; d < head_dim; ++d) largest = std::max(largest, std::abs(row[d]));
     // An exact power of two brings the row to [1, 2), so that no product or sum can overflow; the
@@ -470,14 +474,14 @@ void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch&
     for (int d = 0; d < head_dim; ++d) {
       column[static_cast<size_t>(d) * kRowTile] = static_cast<float>(row[d] * shrink);
     }
-    const KeyRange visible = key_range(call.mask, cached_len + offset, seq_len);
+    const KeyRange visible = key_range(call.mask, at.position, seq_len);
     scratch.row_begin[r] = visible.begin;
     scratch.row_end[r] = visible.end;
-  }
+  });
   if (!format.rotated()) return;
   // The orthonormal factor is left to one multiplication after the butterflies.
   const float orthonormal = 1.0f / std::sqrt(static_cast<float>(head_dim));
-  for (int first = 0; first < num_rows; first += kRowTile) {
+  for (int first = 0; first < task.num_rows(); first += kRowTile) {
     const float* raw = scratch.query_raw + static_cast<size_t>(first / kRowTile) * group_floats;
     float* rotated = scratch.query_rot + static_cast<size_t>(first / kRowTile) * group_floats;
     std::memcpy(rotated, raw, group_floats * sizeof(float));
@@ -492,26 +496,26 @@ void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch&
 void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
-  const auto num_rows = static_cast<int>(task.row_end - task.row_begin);
+  const int num_rows = task.num_rows();
   const int64_t cached_len =
       call.seq_lens[task.seq] - (call.cu_seqlens_q[task.seq + 1] - call.cu_seqlens_q[task.seq]);
   const bool raw_chunk = call.chunk_key != nullptr;
   load_queries(call, task, scratch);
   clear_states(scratch.total, num_rows);
   int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
-  for (int r = 0; r < num_rows; ++r) {
+  for (int r = 0; r < task.rows_per_head(); ++r) {  // the same for every head
     if (scratch.row_begin[r] >= scratch.row_end[r]) continue;
     low = std::min(low, scratch.row_begin[r]);
     high = std::max(high, scratch.row_end[r]);
   }
   if (low >= high) return;
 
-  const bool direct =
-      num_rows <= kDirectRows && HWY_TARGET != HWY_SCALAR && whole_value_vectors(call.cache.format);
+  const bool direct = task.rows_per_head() <= kDirectRows && whole_value_vectors(call.cache.format);
   // The block that holds position `begin`: it ends with its kTileTokens, its segment or the rows'
   // last key, and never mixes packed and raw keys.
-  const auto block_at = [&](int64_t begin) {
+  const auto block_at = [&](int64_t begin, int kv_head) {
     Block block;
+    block.kv_head = kv_head;
     block.raw = raw_chunk && begin >= cached_len;
     block.direct = direct && !block.raw;
     block.start = begin / kTileTokens * kTileTokens;
@@ -533,19 +537,28 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
       while (begin < segment_end) {
-        Block block = block_at(begin);
-        begin = block.start + block.span.end;
-        const int64_t next = begin < segment_end ? begin : (segment + kNumLanes) * kSegmentTokens;
-        if (next < high) {
-          const Block ahead = block_at(next);
-          if (!ahead.raw) prefetch_packed(call, ahead);
+        int64_t end = begin;
+        for (int head = task.kv_head_begin; head < task.kv_head_end; ++head) {
+          Block block = block_at(begin, head);
+          end = block.start + block.span.end;
+          // Fetch what comes next: this block's next head, or the next block.
+          const bool last_head = head + 1 == task.kv_head_end;
+          const int64_t next = !last_head          ? begin
+                               : end < segment_end ? end
+                                                   : (segment + kNumLanes) * kSegmentTokens;
+          if (next < high) {
+            const Block ahead = block_at(next, last_head ? task.kv_head_begin : head + 1);
+            if (!ahead.raw) prefetch_packed(call, ahead);
+          }
+          if (block.raw) {
+            load_raw(call, task, cached_len, block, scratch);
+          } else {
+            load_packed(call, block, scratch);
+          }
+          const int first_row = (head - task.kv_head_begin) * task.head_stride();
+          attend_block(call, block, first_row, first_row + task.rows_per_head(), scratch);
         }
-        if (block.raw) {
-          load_raw(call, task, cached_len, block, scratch);
-        } else {
-          load_packed(call, block, scratch);
-        }
-        attend_block(call, block, num_rows, scratch);
+        begin = end;
       }
       merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
     }
@@ -557,10 +570,8 @@ void write_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& s
   constexpr double kLn2 = 0.6931471805599453;
   const int head_dim = call.cache.format.head_dim;
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
-  const int group_heads = call.num_heads / call.cache.num_kv_heads;
-  for (int64_t r = 0; r < task.row_end - task.row_begin; ++r) {
-    const int64_t token = call.cu_seqlens_q[task.seq] + (task.row_begin + r) / group_heads;
-    const int64_t head = int64_t{task.kv_head} * group_heads + (task.row_begin + r) % group_heads;
+  for_each_row(call, task, [&](const TaskRow& at) {
+    const int r = at.index;
     const float* row = scratch.total.out + static_cast<size_t>(r) * pitch;
     const bool empty = scratch.total.max[r] == -kInfinity;
     double lse = -std::numeric_limits<double>::infinity();
@@ -570,7 +581,7 @@ void write_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& s
       const double max = static_cast<double>(scratch.total.max[r]) * scratch.row_factor[r] * kLn2;
       lse = max + std::log(static_cast<double>(sum));
       if (call.sinks != nullptr) {
-        const double sink = call.sinks[head];
+        const double sink = call.sinks[at.head];
         const double top = std::max(max, sink);
         weight = static_cast<float>(std::exp(max - top));
         const double total = sum * std::exp(max - top) + std::exp(sink - top);
@@ -578,17 +589,17 @@ void write_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& s
         sum = static_cast<float>(total);
       }
     }
-    const int64_t out = token * call.out_stride_token + head * call.out_stride_head;
+    const int64_t out = at.token * call.out_stride_token + at.head * call.out_stride_head;
     for (int d = 0; d < head_dim; ++d) {
       // Adding +0 turns a negative zero into zero, whatever rounding led to it.
       const float value = empty ? 0.0f : row[value_column(head_dim, d)] * weight / sum + 0.0f;
       store_element(call.out, out + d, call.dtype, value);
     }
     if (call.lse != nullptr) {
-      call.lse[head * call.lse_stride_head + token * call.lse_stride_token] =
+      call.lse[at.head * call.lse_stride_head + at.token * call.lse_stride_token] =
           static_cast<float>(lse);
     }
-  }
+  });
 }
 
 AttendKernels make_attend_kernels() { return {attend_rows, merge_rows, load_queries, write_rows}; }

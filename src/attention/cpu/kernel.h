@@ -51,12 +51,46 @@ constexpr int64_t state_floats(int rows, int head_dim) {
 
 RowStates make_row_states(float* memory, int rows, int head_dim);
 
+// A task takes a range of packed rows of one KV head, or few rows of several heads at once: then
+// each token's slots are read together, as they lie in token-major pages.
 struct RowTask {
   int seq;
-  int kv_head;
+  int kv_head_begin, kv_head_end;
   int64_t row_begin, row_end;  // packed rows: query offset * group + head in group
   int lane_begin, lane_end;
+
+  int rows_per_head() const { return static_cast<int>(row_end - row_begin); }
+  // Heads start on a row tile of their own.
+  int head_stride() const { return round_up(rows_per_head(), kRowTile); }
+  // Rows of scratch in use, gaps between heads included.
+  int num_rows() const {
+    return (kv_head_end - kv_head_begin - 1) * head_stride() + rows_per_head();
+  }
 };
+
+// One query row of a task and where its scratch row lies.
+struct TaskRow {
+  int index;
+  int64_t token;  // in [0, total_q)
+  int64_t head;
+  int64_t position;  // in the sequence
+};
+
+// Calls visit(TaskRow) for each row of the task.
+template <class Visit>
+void for_each_row(const AttentionCall& call, const RowTask& task, Visit visit) {
+  const int64_t group = call.num_heads / call.cache.num_kv_heads;
+  const int64_t q_begin = call.cu_seqlens_q[task.seq];
+  const int64_t cached_len = call.seq_lens[task.seq] - (call.cu_seqlens_q[task.seq + 1] - q_begin);
+  for (int h = task.kv_head_begin; h < task.kv_head_end; ++h) {
+    for (int64_t row = task.row_begin; row < task.row_end; ++row) {
+      const int index =
+          (h - task.kv_head_begin) * task.head_stride() + static_cast<int>(row - task.row_begin);
+      visit(
+          TaskRow{index, q_begin + row / group, h * group + row % group, cached_len + row / group});
+    }
+  }
+}
 
 // Scratch of one thread, carved from the workspace.
 struct ThreadScratch {
