@@ -409,6 +409,38 @@ TEST(Decode, EitherOutputMayBeNull) {
   EXPECT_EQ(std::memcmp(pool.value.data(), both.value.data(), pool.value.size()), 0);
 }
 
+TEST(Decode, EverySimdTargetGivesTheSameBits) {
+  for (const FormatName& name : format_names()) {
+    for (int head_dim : head_dims(name)) {
+      const SlotFormat format = make_format(name.preset, head_dim, name.fp8);
+      constexpr int kSlots = 150;
+      Pool pool(format, kSlots);
+      Random random(13);
+      for (int i = 0; i < kSlots; ++i) {
+        write_slot(format, testing::random_slot(format, &random), pool.slot(i));
+      }
+      for (bool unrotate : {false, true}) {
+        DecodeCall call = pool.call();
+        call.unrotate_keys = unrotate;
+        ASSERT_TRUE(is_ok(decode_slots(call)));
+        std::vector<std::byte> want(pool.key.data(), pool.key.data() + pool.key.size());
+        want.insert(want.end(), pool.value.data(), pool.value.data() + pool.value.size());
+        for (const char* backend : {"cpu/avx3", "cpu/avx2", "cpu/neon", "cpu/scalar"}) {
+          RunOptions options;
+          options.backend = backend;
+          const Status status = decode_slots(call, options);
+          if (status.code() == StatusCode::kUnavailable) continue;
+          ASSERT_TRUE(is_ok(status));
+          std::vector<std::byte> got(pool.key.data(), pool.key.data() + pool.key.size());
+          got.insert(got.end(), pool.value.data(), pool.value.data() + pool.value.size());
+          ASSERT_TRUE(testing::same_bits(got, want))
+              << format_label(name, head_dim) << " " << backend;
+        }
+      }
+    }
+  }
+}
+
 TEST(Decode, RefusesWhatItCannotReadAndWritesNothing) {
   const SlotFormat format = make_format("4bit_nc", 64);
   Pool pool(format, 4);

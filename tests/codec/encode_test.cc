@@ -645,6 +645,30 @@ TEST(Encode, StridesLayoutsAndThreadsDoNotChangeTheBytes) {
   }
 }
 
+TEST(Encode, EverySimdTargetWritesTheSameBytes) {
+  for (const FormatName& name : format_names()) {
+    for (int head_dim : head_dims(name)) {
+      Store store(make_format(name.preset, head_dim, name.fp8), 70);
+      fill_normal(&store, 90 + static_cast<uint64_t>(head_dim));
+      ASSERT_TRUE(is_ok(store.run()));
+      const std::vector<std::byte> want(store.pages.data(),
+                                        store.pages.data() + store.pages.size());
+      for (const char* backend : {"cpu/avx3", "cpu/avx2", "cpu/neon", "cpu/scalar"}) {
+        RunOptions options;
+        options.backend = backend;
+        store.pages.refill();
+        const Status status = encode_slots(store.call(), nullptr, options);
+        if (status.code() == StatusCode::kUnavailable) continue;
+        ASSERT_TRUE(is_ok(status));
+        const std::vector<std::byte> got(store.pages.data(),
+                                         store.pages.data() + store.pages.size());
+        ASSERT_TRUE(testing::same_bits(got, want))
+            << testing::format_label(name, head_dim) << " " << backend;
+      }
+    }
+  }
+}
+
 TEST(Encode, SixteenBitInputEqualsItsFp32Image) {
   for (const FormatName& name : format_names()) {
     for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {

@@ -17,6 +17,35 @@ constexpr int kSparePages = 3;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// A random byte as an e4m3 byte of magnitude up to 3.75; e4b15 ends at 1.875 by itself.
+int small_e4m3(int byte) { return (byte & 0x80) | ((byte & 0x7f) * 0x48 >> 7); }
+
+// random_slot() straight into memory: uniform codes are random bytes, whatever their width.
+void fill_slot(const SlotFormat& format, Random* random, std::byte* slot) {
+  const auto fill = [&](int offset, int bytes) {
+    for (int i = 0; i < bytes; i += 8) {
+      const uint64_t word = random->bits();
+      std::memcpy(slot + offset + i, &word, static_cast<size_t>(std::min(8, bytes - i)));
+    }
+  };
+  const auto write_word = [&](int offset, double x) {
+    const uint16_t word = double_to_half(x);
+    std::memcpy(slot + offset, &word, sizeof(word));
+  };
+  fill(0, format.key_bytes());
+  if (format.key == KeyCode::kFp8E4M3) {
+    for (int d = 0; d < format.head_dim; ++d) {
+      slot[d] = static_cast<std::byte>(small_e4m3(std::to_integer<int>(slot[d])));
+    }
+  }
+  if (format.rotated()) {
+    write_word(format.norm_offset(), std::sqrt(format.head_dim) * random->uniform(0.25, 1.75));
+  }
+  fill(format.value_offset(), format.value_bytes());
+  write_word(format.scale_offset(), random->uniform(0.005, 0.3));
+  write_word(format.zero_offset(), random->uniform(-2.5, 0.5));
+}
+
 }  // namespace
 
 SlotFormat make_format(const std::string& preset, int head_dim, KeyCode fp8) {
@@ -61,8 +90,7 @@ SlotContent random_slot(const SlotFormat& format, Random* random) {
   SlotContent content;
   for (int d = 0; d < format.head_dim; ++d) {
     int code = static_cast<int>(random->bits() & ((1u << key_bits(format.key)) - 1));
-    // e4m3 magnitudes up to 3.75; e4b15 ends at 1.875 by itself.
-    if (format.key == KeyCode::kFp8E4M3) code = (code & 0x80) | ((code & 0x7f) * 0x48 >> 7);
+    if (format.key == KeyCode::kFp8E4M3) code = small_e4m3(code);
     content.key_codes.push_back(code);
     content.value_codes.push_back(
         static_cast<int>(random->bits() & ((1u << value_bits(format.value)) - 1)));
@@ -264,7 +292,7 @@ void AttendProblem::fill_slots(Random* random) {
   for (int s = 0; s < num_seqs(); ++s) {
     for (int64_t p = packed_begin(s); p < packed_end(s); ++p) {
       for (int h = 0; h < spec.num_kv_heads; ++h) {
-        write_slot(call.cache.format, random_slot(call.cache.format, random), slot(s, p, h));
+        fill_slot(call.cache.format, random, slot(s, p, h));
       }
     }
   }
