@@ -14,7 +14,7 @@
 namespace kvtile {
 namespace {
 
-constexpr int64_t kBlockElements = 1 << 18;
+constexpr int64_t kBlockElements = 1 << 20;
 
 // A block of consecutive tokens, [tokens, num_kv_heads, head_dim], raw and as the engine sees it.
 struct Block {
