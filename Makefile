@@ -83,10 +83,11 @@ fuzz: build/.packages-CLANG build/fuzz/build.ninja
 	done
 
 format: build/.packages-FORMAT
-	clang-format-14 -i $(FORMAT_SOURCES)
+	@clang-format-14 -i $(FORMAT_SOURCES)
 
 format-check: build/.packages-FORMAT
-	clang-format-14 --dry-run -Werror $(FORMAT_SOURCES)
+	@[ -n "$(FORMAT_SOURCES)" ] || { echo "format-check: git lists no sources"; exit 1; }
+	@clang-format-14 --dry-run -Werror $(FORMAT_SOURCES)
 
 clean:
 	rm -rf build
