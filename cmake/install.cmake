@@ -25,6 +25,3 @@ configure_file(cmake/kvtile.pc.in ${CMAKE_CURRENT_BINARY_DIR}/kvtile.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvtile.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
 install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
-if(TARGET kvtile_cli)
-  install(TARGETS kvtile_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-endif()
