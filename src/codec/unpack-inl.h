@@ -338,14 +338,39 @@ HWY_INLINE VU load_value_words(const std::byte* codes, size_t w) {
 #endif
 }
 
-// The values of the low kBits of each word. The product is exact (4-bit code, 11-bit scale), so
-// fused or not is the same.
+// The values one token's codes stand for, of the low kBits of each word. The product is exact
+// (4-bit code, 11-bit scale), so fused or not is the same, and so is looking the result up.
 template <int kBits>
-HWY_INLINE VF decode_values(VU words, VF scales, VF zeros) {
-  const hn::RebindToSigned<F32> di;
-  const VU codes = hn::And(words, hn::Set(U32(), (1u << kBits) - 1));
-  return hn::MulAdd(hn::ConvertTo(F32(), hn::BitCast(di, codes)), scales, zeros);
-}
+class ValueDecoder {
+ public:
+#if HWY_TARGET == HWY_AVX3
+  ValueDecoder(float scale, float zero) {
+    const F32 df;
+    // The permute reads four bits: three-bit codes repeat, so that the bit above does not matter.
+    alignas(64) static constexpr float kCodes[2][16] = {
+        {0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7},
+        {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}};
+    values_ = hn::MulAdd(hn::Load(df, kCodes[kBits - 3]), hn::Set(df, scale), hn::Set(df, zero));
+  }
+  VF decode(VU words) const {
+    return hn::TableLookupLanes(values_, hn::Indices512<float>{words.raw});
+  }
+
+ private:
+  VF values_;
+#else
+  ValueDecoder(float scale, float zero)
+      : scale_(hn::Set(F32(), scale)), zero_(hn::Set(F32(), zero)) {}
+  VF decode(VU words) const {
+    const hn::RebindToSigned<F32> di;
+    const VU codes = hn::And(words, hn::Set(U32(), (1u << kBits) - 1));
+    return hn::MulAdd(hn::ConvertTo(F32(), hn::BitCast(di, codes)), scale_, zero_);
+  }
+
+ private:
+  VF scale_, zero_;
+#endif
+};
 
 template <int kBits>
 bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
@@ -374,8 +399,7 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
       for (size_t w = 0; w < num_words; ++w) row[w] = load_word(codes + w * kBits);
     }
     for (int i = 0; i < batch; ++i) {
-      const VF scale = hn::Set(df, scales[first + i]);
-      const VF zero = hn::Set(df, zeros[first + i]);
+      const ValueDecoder<kBits> values(scales[first + i], zeros[first + i]);
       float* row = value_tile + static_cast<size_t>(first + i) * pitch;
       const uint32_t* row_words = words + static_cast<size_t>(i) * word_pitch;
       // Where head_dim/8 is no multiple of the lane count, a store's tail lanes spill into the next
@@ -384,7 +408,7 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
         constexpr int kIndex = decltype(index)::value;
         for (size_t w = 0; w < num_words; w += lanes) {
           const VU word = hn::ShiftRight<kIndex * kBits>(hn::LoadU(du, row_words + w));
-          hn::StoreU(decode_values<kBits>(word, scale, zero), df, row + kIndex * num_words + w);
+          hn::StoreU(values.decode(word), df, row + kIndex * num_words + w);
         }
       };
       store_run(std::integral_constant<int, 0>());

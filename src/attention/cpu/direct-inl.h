@@ -97,10 +97,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
         }
         VU word = hn::ShiftRightSame(load_value_words<kBits>(slots[t] + format.value_offset(), w),
                                      run * kBits);
-        const VF scale = hn::Set(df, scales[t]);
-        const VF zero = hn::Set(df, zeros[t]);
+        const ValueDecoder<kBits> values(scales[t], zeros[t]);
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) {
-          const VF value = decode_values<kBits>(word, scale, zero);
+          const VF value = values.decode(word);
           word = hn::ShiftRight<kBits>(word);
           KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
             acc[r][j] = hn::MulAdd(hn::Set(df, weights[r * kTileTokens + t]), value, acc[r][j]);
