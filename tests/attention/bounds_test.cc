@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -124,6 +125,38 @@ TEST(Workspace, PlannedForTheMostRowsServesFewer) {
     EXPECT_TRUE(testing::matches_reference(problem, {0, q - 1}));
     EXPECT_TRUE(workspace.margins_intact());
   }
+}
+
+TEST(Workspace, TheLargestOfSeveralPoolsServesThemAllInTurn) {
+  // A model that alternates windowed and full layers of different head sizes.
+  AttendSpec windowed;
+  windowed.head_dim = 256;
+  windowed.mask.window = 512;
+  windowed.seqs = {{1500, 9}};
+  AttendSpec full = windowed;
+  full.preset = "3bit_nc";
+  full.head_dim = 512;
+  full.mask.window = 0;
+  AttendProblem a(windowed), b(full);
+  size_t bytes_a = 0, bytes_b = 0;
+  ASSERT_TRUE(is_ok(workspace_bytes(a.call, {}, &bytes_a)));
+  ASSERT_TRUE(is_ok(workspace_bytes(b.call, {}, &bytes_b)));
+  const size_t bytes = std::max(bytes_a, bytes_b);
+  SentinelBuffer workspace(bytes);
+  std::vector<std::byte> want_a, want_b;
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(is_ok(attend(a.call, Workspace{workspace.data(), bytes})));
+    ASSERT_TRUE(is_ok(attend(b.call, Workspace{workspace.data(), bytes})));
+    if (i == 0) {
+      want_a = a.all_bits();
+      want_b = b.all_bits();
+    }
+    EXPECT_TRUE(testing::same_bits(a.all_bits(), want_a));
+    EXPECT_TRUE(testing::same_bits(b.all_bits(), want_b));
+  }
+  EXPECT_TRUE(workspace.margins_intact());
+  EXPECT_TRUE(testing::matches_reference(a, {0, 8}));
+  EXPECT_TRUE(testing::matches_reference(b, {0, 8}));
 }
 
 TEST(Workspace, HoldsAtEveryThreadCount) {
