@@ -51,11 +51,30 @@ void score_slots(const SlotFormat& format, const std::byte* const* slots, TokenS
       });
 }
 
-// What add_values does, on values decoded here. Needs whole_value_vectors.
+constexpr int kLineBytes = 64;
+
+// Lines first, first + step.. of a slot. Slots of one head are far apart in token-major pages,
+// where no hardware prefetcher follows them.
+inline void prefetch_lines(const std::byte* slot, int slot_bytes, int first, int step) {
+  // A slot that starts within a line ends in one more than its size suggests.
+  for (int offset = first; offset < slot_bytes + kLineBytes; offset += step) {
+    __builtin_prefetch(slot + std::min(offset, slot_bytes - 1), 0, 2);
+  }
+}
+
+// The slots of the block that is read next, slots[t] for t in the span.
+struct SlotsAhead {
+  const std::byte* const* slots = nullptr;
+  TokenSpan span{0, 0};
+};
+
+// What add_values does, on values decoded here. Needs whole_value_vectors. On the way it fetches
+// the slots ahead, a few lines with each token: all at once they would fill the queue of
+// outstanding lines and stall.
 template <int kBits, int kRows>
 void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-               const float* scales, const float* zeros, const float* weights, const float* decay,
-               size_t pitch, float* out) {
+               const SlotsAhead& ahead, const float* scales, const float* zeros,
+               const float* weights, const float* decay, size_t pitch, float* out) {
   const F32 df;
   // Runs of columns decoded together: their accumulators must fit the register file.
   constexpr int kRuns = HWY_TARGET == HWY_AVX2 ? (kRows <= 1   ? 8
@@ -63,13 +82,19 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
                                                                : 2)
                                                : (kRows <= 2 ? 8 : 4);
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
+  const int num_passes = static_cast<int>(num_words / lane_count()) * (8 / kRuns);
+  int pass = 0;
   for (size_t w = 0; w < num_words; w += lane_count()) {
     for (int run = 0; run < 8; run += kRuns) {
       VF acc[kRows][kRuns];
       KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) acc[r][j] = hn::Zero(df);
       }
+      const int first_line = pass++ * kLineBytes;
       for (int t = span.begin; t < span.end; ++t) {
+        if (ahead.span.contains(static_cast<size_t>(t))) {
+          prefetch_lines(ahead.slots[t], format.slot_bytes(), first_line, num_passes * kLineBytes);
+        }
         VU word = hn::ShiftRightSame(load_value_words<kBits>(slots[t] + format.value_offset(), w),
                                      run * kBits);
         const VF scale = hn::Set(df, scales[t]);
@@ -95,8 +120,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
 
 using ScoreSlotsFn = void (*)(const SlotFormat&, const std::byte* const*, TokenSpan, const float*,
                               float*, float*);
-using AddSlotsFn = void (*)(const SlotFormat&, const std::byte* const*, TokenSpan, const float*,
-                            const float*, const float*, const float*, size_t, float*);
+using AddSlotsFn = void (*)(const SlotFormat&, const std::byte* const*, TokenSpan,
+                            const SlotsAhead&, const float*, const float*, const float*,
+                            const float*, size_t, float*);
 
 template <KeyCode kKey>
 ScoreSlotsFn score_slots_for(int rows) {

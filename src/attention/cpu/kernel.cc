@@ -252,29 +252,22 @@ void find_slots(const AttentionCall& call, const RowTask& task, Block& block) {
   }
 }
 
-// Slots of one head are far apart in token-major pages: no hardware prefetcher follows them.
-void prefetch_packed(const AttentionCall& call, const Block& block) {
-  const int slot_bytes = call.cache.format.slot_bytes();
-  for (int t = block.span.begin; t < block.span.end; ++t) {
-    for (int offset = 0; offset < slot_bytes; offset += 64) {
-      __builtin_prefetch(block.slots[t] + offset, 0, 2);
-    }
-    __builtin_prefetch(block.slots[t] + slot_bytes - 1, 0, 2);
-  }
-}
-
 // A key with a non-finite norm has no score: inf * (q . levels) may be -inf, which would hide the
 // key where float64 over the decoded elements finds NaN.
 void poison_scales(TokenSpan span, float* key_scale) {
   for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
 }
 
-void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
+void load_packed(const AttentionCall& call, const SlotsAhead& ahead, Block& block,
+                 ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   if (block.direct) {
     block.finite_values = load_value_factors(format, block.slots, block.span, scratch.value_scale,
                                              scratch.value_zero);
     return;
+  }
+  for (int t = ahead.span.begin; t < ahead.span.end; ++t) {
+    prefetch_lines(ahead.slots[t], format.slot_bytes(), 0, kLineBytes);
   }
   unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
   poison_scales(block.span, scratch.key_scale);
@@ -338,14 +331,15 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
 }
 
 // out[r] = out[r] * decay[r] + weighted values of the block's keys in `span`.
-void add_rows(const AttentionCall& call, const Block& block, TokenSpan span, int rows,
-              const float* weights, const float* decay, float* out, ThreadScratch& scratch) {
+void add_rows(const AttentionCall& call, const Block& block, const SlotsAhead& ahead,
+              TokenSpan span, int rows, const float* weights, const float* decay, float* out,
+              ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   const size_t pitch =
       static_cast<size_t>(value_pitch(format.head_dim, static_cast<int>(lane_count())));
   if (block.direct) {
-    add_slots_fn(format, rows)(format, block.slots, span, scratch.value_scale, scratch.value_zero,
-                               weights, decay, pitch, out);
+    add_slots_fn(format, rows)(format, block.slots, span, ahead, scratch.value_scale,
+                               scratch.value_zero, weights, decay, pitch, out);
     return;
   }
   for (int r = 0; r < rows; r += kRegisterRows) {
@@ -356,8 +350,8 @@ void add_rows(const AttentionCall& call, const Block& block, TokenSpan span, int
 }
 
 // Rows [row_begin, row_end) of scratch, all of the block's head.
-void attend_block(const AttentionCall& call, const Block& block, int row_begin, int row_end,
-                  ThreadScratch& scratch) {
+void attend_block(const AttentionCall& call, const Block& block, const SlotsAhead& ahead,
+                  int row_begin, int row_end, ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
   const auto lanes = static_cast<int>(lane_count());
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
@@ -400,13 +394,13 @@ void attend_block(const AttentionCall& call, const Block& block, int row_begin, 
 
     float* out = scratch.segment.out + static_cast<size_t>(first) * pitch;
     if (block.finite_values || uniform) {
-      add_rows(call, block, all, rows, scratch.scores, decay, out, scratch);
+      add_rows(call, block, ahead, all, rows, scratch.scores, decay, out, scratch);
       continue;
     }
     // Weight 0 times an infinite value would reach rows that do not see it.
     for (int r = 0; r < rows; ++r) {
       if (visible[r].begin >= visible[r].end) continue;
-      add_rows(call, block, visible[r], 1, scratch.scores + r * kTileTokens, decay + r,
+      add_rows(call, block, ahead, visible[r], 1, scratch.scores + r * kTileTokens, decay + r,
                out + static_cast<size_t>(r) * pitch, scratch);
     }
   }
@@ -544,27 +538,29 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
       std::memset(scratch.segment.out, 0, static_cast<size_t>(num_rows) * pitch * sizeof(float));
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
+      Block block = block_at(begin, task.kv_head_begin);
       while (begin < segment_end) {
-        int64_t end = begin;
+        const int64_t end = block.start + block.span.end;
         for (int head = task.kv_head_begin; head < task.kv_head_end; ++head) {
-          Block block = block_at(begin, head);
-          end = block.start + block.span.end;
-          // Fetch what comes next: this block's next head, or the next block.
+          // What comes next: this block's next head, or the next block.
           const bool last_head = head + 1 == task.kv_head_end;
           const int64_t next = !last_head          ? begin
                                : end < segment_end ? end
                                                    : (segment + kNumLanes) * kSegmentTokens;
+          Block following{};
+          SlotsAhead ahead;
           if (next < high) {
-            const Block ahead = block_at(next, last_head ? task.kv_head_begin : head + 1);
-            if (!ahead.raw) prefetch_packed(call, ahead);
+            following = block_at(next, last_head ? task.kv_head_begin : head + 1);
+            if (!following.raw) ahead = {following.slots, following.span};
           }
           if (block.raw) {
             load_raw(call, task, cached_len, block, scratch);
           } else {
-            load_packed(call, block, scratch);
+            load_packed(call, ahead, block, scratch);
           }
           const int first_row = (head - task.kv_head_begin) * task.head_stride();
-          attend_block(call, block, first_row, first_row + task.rows_per_head(), scratch);
+          attend_block(call, block, ahead, first_row, first_row + task.rows_per_head(), scratch);
+          block = following;
         }
         begin = end;
       }
