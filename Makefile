@@ -17,6 +17,7 @@ CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
 
 FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
 
+.SECONDARY:
 .PHONY: all demo test bench asan clang aarch64 fuzz format format-check clean
 all: build-cpu
 
@@ -74,11 +75,11 @@ aarch64: build/.packages-CROSS build/aarch64/build.ninja
 FUZZ_SECONDS ?= 30
 fuzz: build/.packages-CLANG build/fuzz/build.ninja
 	cmake --build --preset fuzz -j $(JOBS)
-	@for target in build/fuzz/fuzz/fuzz_*; do \
-	  [ -x $$target ] && [ -f $$target ] || continue; \
-	  echo "$$target for $(FUZZ_SECONDS) s"; \
-	  $$target -max_total_time=$(FUZZ_SECONDS) -rss_limit_mb=4096 -print_final_stats=1 \
-	    -artifact_prefix=build/fuzz/ 2>&1 | tail -n 12; \
+	@for name in fuzz_cache fuzz_safetensors; do \
+	  echo "$$name for $(FUZZ_SECONDS) s"; mkdir -p build/fuzz/corpus/$$name; \
+	  build/fuzz/fuzz/$$name -max_total_time=$(FUZZ_SECONDS) -len_control=0 -max_len=2048 \
+	    -rss_limit_mb=4096 -print_final_stats=1 -artifact_prefix=build/fuzz/ \
+	    build/fuzz/corpus/$$name fuzz/seeds/$$name 2>&1 | tail -n 12; \
 	  [ $${PIPESTATUS[0]} -eq 0 ] || exit 1; \
 	done
 

@@ -84,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int head_dim = head_dims[in.below(6)];
   if (!parse_preset(preset, head_dim, &format, fp8).ok()) return 0;
 
-  const int num_blocks = in.below(6), block_size = 1 + in.below(20), num_kv_heads = 1 + in.below(3);
+  const int num_blocks = in.below(8), block_size = 1 + in.below(20), num_kv_heads = 1 + in.below(3);
   const PageLayout layout = in.byte() & 1 ? PageLayout::kHeadMajor : PageLayout::kTokenMajor;
   const int slot = format.slot_bytes() + 2 * in.below(3);
   PagedCache cache =
@@ -109,16 +109,19 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<int32_t> starts(static_cast<size_t>(call.num_seqs) + 1);
   std::vector<int32_t> lengths(static_cast<size_t>(call.num_seqs));
   auto deal = [&in](int bound) {
-    int32_t any = 0;
     const int choice = in.byte();
-    if (choice < 8) {
+    int32_t any = 0;
+    if (choice >= 252) {
       in.fill(&any, sizeof(any));
       return any;
     }
-    return choice < 16 ? -1 : static_cast<int32_t>(in.below(bound));
+    if (choice >= 248) return -1;
+    return choice >= 244 ? bound : static_cast<int32_t>(in.below(std::max(bound, 1)));
   };
-  for (int32_t& entry : table) entry = deal(num_blocks + 1);
-  for (int32_t& length : lengths) length = deal(4 * block_size + 4);
+  for (int32_t& entry : table) entry = deal(num_blocks);
+  for (int32_t& length : lengths) {
+    length = deal(static_cast<int>(call.max_blocks) * block_size + 1);
+  }
   for (int s = 0; s < call.num_seqs; ++s) {
     const int q_len = deal(6);
     starts[static_cast<size_t>(s) + 1] = static_cast<int32_t>(
@@ -155,7 +158,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!one.status.ok() && (!one.untouched() || one.status.message().empty())) abort();
 
   std::vector<int64_t> slots(static_cast<size_t>(in.below(20)));
-  for (int64_t& index : slots) index = deal(num_blocks * block_size + 2);
+  for (int64_t& index : slots) index = deal(num_blocks * block_size);
   const size_t elements = slots.size() * static_cast<size_t>(num_kv_heads * head_dim);
   std::vector<float> key(elements), value(elements);
   DecodeCall decode;

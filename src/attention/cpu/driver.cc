@@ -130,7 +130,8 @@ class Schedule {
   // Scratch rows of the largest task.
   int64_t largest_task() const { return largest_task_; }
 
-  // Tasks are asked for in increasing order by each thread, so the walk over sequences is resumed.
+  // Each thread asks for tasks in increasing order, so the walk over sequences is resumed. Loops
+  // over tasks must say `monotonic`: a dynamic schedule alone may hand out iterations in any order.
   struct Cursor {
     int seq = 0;
     int64_t first_task = 0;
@@ -241,7 +242,7 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
     carve_thread_scratch(call, base + scratch_bytes * omp_get_thread_num(), &scratch);
     if (split) {
       Schedule::Cursor cursor;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(monotonic : dynamic, 1)
       for (int64_t unit = 0; unit < num_tasks * kNumLanes; ++unit) {
         RowTask task = schedule.task(unit / kNumLanes, cursor);
         task.lane_begin = static_cast<int>(unit % kNumLanes);
@@ -253,7 +254,7 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
       }
     }
     Schedule::Cursor cursor;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(monotonic : dynamic, 1)
     for (int64_t index = 0; index < num_tasks; ++index) {
       const RowTask task = schedule.task(index, cursor);
       if (split) {
