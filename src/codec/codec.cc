@@ -9,6 +9,7 @@
 #include <new>
 #include <string_view>
 
+#include "src/codec/codec_cuda.h"
 #include "src/codec/codec_kernels.h"
 #include "src/core/cpu.h"
 #include "src/core/float16.h"
@@ -27,12 +28,17 @@ Status check_dtype(DType dtype) {
   return {};
 }
 
+bool is_cuda(const RunOptions& options) {
+  return options.backend != nullptr && std::string_view(options.backend) == "cuda";
+}
+
 Status pick_target(const RunOptions& options, SimdTarget* target) {
   const std::string_view name = options.backend == nullptr ? "cpu" : options.backend;
   if (parse_cpu_backend(name, target)) return {};
   return Status(
       StatusCode::kUnavailable,
-      fmt::format("backend: got {}, wanted cpu or one of its SIMD targets on this machine", name));
+      fmt::format("backend: got {}, wanted cuda, cpu or one of its SIMD targets on this machine",
+                  name));
 }
 
 Status check_slots(const PagedCache& cache, const int64_t* slot_mapping, int64_t num_tokens) {
@@ -117,8 +123,6 @@ Status encode_slots(const EncodeCall& original, EncodeReport* report, const RunO
   EncodeCall call = original;
   KVTILE_RETURN_IF_ERROR(check_cache(call.cache));
   KVTILE_RETURN_IF_ERROR(check_dtype(call.dtype));
-  SimdTarget target;
-  KVTILE_RETURN_IF_ERROR(pick_target(options, &target));
   if (call.num_tokens < 0) return invalid("num_tokens", call.num_tokens, ">= 0");
   if (call.num_tokens > 0 && call.key == nullptr) return invalid("key", "null", "an array");
   if (call.num_tokens > 0 && call.value == nullptr) return invalid("value", "null", "an array");
@@ -133,6 +137,9 @@ Status encode_slots(const EncodeCall& original, EncodeReport* report, const RunO
         std::tuple{"value_stride_head", call.value_stride_head, int64_t{num_kv_heads}}}) {
     KVTILE_RETURN_IF_ERROR(check_stride(name, stride, size, head_dim));
   }
+  if (is_cuda(options)) return encode_slots_cuda(call, report, options);
+  SimdTarget target;
+  KVTILE_RETURN_IF_ERROR(pick_target(options, &target));
   KVTILE_RETURN_IF_ERROR(check_slots(call.cache, call.slot_mapping, call.num_tokens));
   if (call.checked) KVTILE_RETURN_IF_ERROR(find_unstorable(call));
 
@@ -157,9 +164,10 @@ Status encode_slots(const EncodeCall& original, EncodeReport* report, const RunO
 Status decode_slots(const DecodeCall& call, const RunOptions& options) {
   KVTILE_RETURN_IF_ERROR(check_cache(call.cache));
   KVTILE_RETURN_IF_ERROR(check_dtype(call.dtype));
+  if (call.num_tokens < 0) return invalid("num_tokens", call.num_tokens, ">= 0");
+  if (is_cuda(options)) return decode_slots_cuda(call, options);
   SimdTarget target;
   KVTILE_RETURN_IF_ERROR(pick_target(options, &target));
-  if (call.num_tokens < 0) return invalid("num_tokens", call.num_tokens, ">= 0");
   KVTILE_RETURN_IF_ERROR(check_slots(call.cache, call.slot_mapping, call.num_tokens));
 
   const CodecKernels kernels = codec_kernels(target);

@@ -94,13 +94,21 @@ void encode_rotated_keys(const EncodeBatch& batch, float* x, uint32_t* codes,
   // overflowing.
   const auto huge = hn::And(finite, hn::Ge(largest, hn::Set(df, 0x1p50f)));
   const VF shrink = hn::IfThenElse(huge, hn::Set(df, 0x1p-80f), hn::Set(df, 1.0f));
-  VF sum = hn::Zero(df);
-  for (size_t d = 0; d < head_dim; ++d) {
-    const VF v = hn::IfThenElseZero(finite, hn::Mul(hn::LoadU(df, x + d * lanes), shrink));
-    hn::StoreU(v, df, x + d * lanes);
-    sum = hn::MulAdd(v, v, sum);
+  // Eight partial sums, coordinate d to partial d mod 8, as in decoding: an order that vectors and
+  // the lanes of a GPU can both follow.
+  VF s0 = hn::Zero(df), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+  for (size_t d = 0; d < head_dim; d += 8) {
+    float* column = x + d * lanes;
+    const auto next = [&](VF& sum) {
+      const VF v = hn::IfThenElseZero(finite, hn::Mul(hn::LoadU(df, column), shrink));
+      hn::StoreU(v, df, column);
+      sum = hn::MulAdd(v, v, sum);
+      column += lanes;
+    };
+    next(s0), next(s1), next(s2), next(s3), next(s4), next(s5), next(s6), next(s7);
   }
-  const VF norm = hn::Sqrt(sum);
+  const VF norm = hn::Sqrt(hn::Add(hn::Add(hn::Add(s0, s1), hn::Add(s2, s3)),
+                                   hn::Add(hn::Add(s4, s5), hn::Add(s6, s7))));
   hadamard_columns(df, x, format.head_dim, lanes);
   const VF inverse = hn::Div(hn::Set(df, 1.0f / std::sqrt(static_cast<float>(format.head_dim))),
                              hn::Add(norm, hn::Set(df, 1e-8f)));
@@ -214,6 +222,7 @@ void encode_values(const EncodeBatch& batch, float* x, uint32_t* codes, EncodeRe
     low = hn::Min(low, v);
     high = hn::Max(high, v);
   }
+  low = hn::Add(low, hn::Zero(df));  // -0 and 0 compare equal: store 0, whichever came first
   // The store this must match byte for byte divides by multiplying with a reciprocal, twice.
   const VF scale =
       hn::Max(hn::Mul(hn::Sub(high, low), hn::Set(df, 1.0f / kLevels)), hn::Set(df, 1e-8f));

@@ -101,7 +101,7 @@ ValueWords expected_value(const float* value, int head_dim, int bits) {
     words.codes.push_back(std::clamp(static_cast<int>(x), 0, (1 << bits) - 1));
   }
   words.scale = double_to_half(static_cast<double>(scale));
-  words.zero = double_to_half(static_cast<double>(low));
+  words.zero = double_to_half(static_cast<double>(low) + 0.0);  // -0 is stored as 0
   return words;
 }
 
