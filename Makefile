@@ -18,7 +18,7 @@ CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
 FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
 
 .SECONDARY:
-.PHONY: all demo test bench asan clang aarch64 fuzz format format-check clean
+.PHONY: all demo test bench cuda test-gpu asan clang aarch64 fuzz format format-check clean
 all: build-cpu
 
 # Installs the packages of one group that dpkg does not list as installed; asks apt for nothing
@@ -56,6 +56,14 @@ demo: build/cpu/build.ninja
 
 bench: build/.packages-BENCH build/bench/build.ninja
 	cmake --build --preset bench -j $(JOBS)
+
+# Everything with the CUDA backend, into build/cuda. Needs nvcc 12.8 or later on the PATH.
+cuda: build/cuda/build.ninja
+	cmake --build --preset cuda -j $(JOBS)
+
+# The GPU tests, on a machine with one.
+test-gpu: cuda
+	build/cuda/tests/kvtile_gpu_tests
 
 # The tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/asan/build.ninja
