@@ -3,6 +3,7 @@
 // C++. Instructions newer than sm_80 are guarded by the architecture they need.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -59,6 +60,13 @@ __device__ __forceinline__ uint32_t cvt_e4m3x2_to_half2(uint16_t pair) {
 }
 #endif
 
+// a * b + c in one instruction: the compiler would make a shift, a mask and an add of it.
+__device__ __forceinline__ uint32_t mad(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // --- arithmetic -----------------------------------------------------------------------------
 
 // 2^x to about 2 ulp; flushes subnormals, 2^-inf = 0.
@@ -83,6 +91,12 @@ __device__ __forceinline__ float tanh_approx(float x) {
 __device__ __forceinline__ float rcp(float x) {
   float d;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+  return d;
+}
+
+__device__ __forceinline__ float rsqrt(float x) {
+  float d;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
   return d;
 }
 
@@ -141,6 +155,14 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// D += A B, m16n8k8.
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
+}
+
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&d)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
@@ -169,6 +191,87 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&d)[2], uint32_t add
                : "memory");
 }
 
+// Transposes an 8 x 8 matrix of 16-bit elements held as MMA fragments: lane (g, c) gives row g,
+// columns 2c and 2c + 1.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
+  uint32_t d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(fragment));
+  return d;
+}
+
+// --- shared memory by 32-bit address --------------------------------------------------------
+
+__device__ __forceinline__ uint32_t ld_shared(uint32_t address) {
+  uint32_t d;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(d) : "r"(address));
+  return d;
+}
+
+__device__ __forceinline__ void ld_shared2(uint32_t address, uint32_t* x, uint32_t* y) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(*x), "=r"(*y) : "r"(address));
+}
+
+__device__ __forceinline__ void ld_shared4(uint32_t address, uint32_t* x, uint32_t* y, uint32_t* z,
+                                           uint32_t* w) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(*x), "=r"(*y), "=r"(*z), "=r"(*w)
+               : "r"(address));
+}
+
+__device__ __forceinline__ uint64_t ld_shared_u64(uint32_t address) {
+  uint64_t d;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(d) : "r"(address));
+  return d;
+}
+
+__device__ __forceinline__ void st_shared_u64(uint32_t address, uint64_t x) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+}
+
+// Atomic maximum.
+__device__ __forceinline__ void max_shared(uint32_t address, uint32_t x) {
+  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+// Zero-extended.
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t address) {
+  uint32_t d;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=r"(d) : "r"(address));
+  return d;
+}
+
+__device__ __forceinline__ float ld_shared_float(uint32_t address) {
+  return __uint_as_float(ld_shared(address));
+}
+
+// An fp16 word.
+__device__ __forceinline__ float ld_shared_half(uint32_t address) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(ld_shared_u16(address))));
+}
+
+__device__ __forceinline__ void st_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void st_shared2(uint32_t address, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void st_shared4(uint32_t address, uint32_t x, uint32_t y, uint32_t z,
+                                           uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
+}
+
+__device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_float(uint32_t address, float x) {
+  st_shared(address, __float_as_uint(x));
+}
+
 // --- asynchronous copies (sm_80) ------------------------------------------------------------
 
 // Copies source_bytes (at most kBytes) and fills the rest of kBytes with zeros; nothing is read
@@ -186,6 +289,11 @@ __device__ __forceinline__ void cp_async(uint32_t shared, const void* global,
                  "n"(kBytes), "r"(source_bytes)
                  : "memory");
   }
+}
+
+// All 16 bytes, always: without the source size the compiler spends one instruction.
+__device__ __forceinline__ void cp_async16(uint32_t shared, uint64_t global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {
@@ -225,6 +333,22 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and the disjunction of every thread's predicate.
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool predicate) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, any;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "barrier.red.or.pred any, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(predicate))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -236,6 +360,39 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+
+// Counts 0, 1, ..., last, 0, ...: returns the counter before.
+__device__ __forceinline__ uint32_t shared_increment(uint32_t counter, uint32_t last) {
+  uint32_t d;
+  asm volatile("atom.relaxed.cta.shared.inc.u32 %0, [%1], %2;"
+               : "=r"(d)
+               : "r"(counter), "r"(last)
+               : "memory");
+  return d;
+}
+
+// Arrives on the barrier when this thread's earlier cp.async copies are done; the arrival counts
+// among those the barrier was initialised with.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+
+// Waits for the completion of the barrier's phase of this parity.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+#endif  // below sm_90
 
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
 

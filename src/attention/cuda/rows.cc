@@ -1,0 +1,190 @@
+// Host side of the rows backend: the plan, the workspace, and two launches.
+#if defined(KVTILE_CUDA)
+#include "src/attention/cuda/rows.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "src/attention/cuda/rows_params.h"
+#include "src/attention/cuda/rows_plan.h"
+#include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/codec/codebook.h"
+#include "src/core/half2.h"
+#include "src/core/status.h"
+
+namespace kvtile::cuda {
+namespace {
+
+RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
+  RowsShape shape;
+  shape.num_seqs = call.num_seqs;
+  shape.total_q = call.total_q;
+  shape.max_q_len = call.max_q_len;
+  shape.num_kv_heads = call.cache.num_kv_heads;
+  shape.group = call.num_heads / call.cache.num_kv_heads;
+  shape.head_dim = call.cache.format.head_dim;
+  shape.max_rows = rows_max_capacity(call.cache.format, device.shared_bytes_per_block,
+                                     device.shared_bytes_per_sm);
+  shape.raw_chunk = call.chunk_key != nullptr;
+  return shape;
+}
+
+RowsResidency residency_of(const AttentionCall& call, const RowsShape& shape,
+                           const DeviceInfo& device) {
+  const int packed = rows_queries_per_tile(shape) * std::min(shape.group, shape.max_rows);
+  return rows_residency(call.cache.format, rows_capacity(packed), device.shared_bytes_per_block,
+                        device.shared_bytes_per_sm);
+}
+
+// A factor that places the levels where fp16 rounds them least (weighted by how often each is used:
+// 3e-5 rms for 4 bits, 9e-6 for 3), and the gain the rounded levels have over the exact ones.
+struct CodebookFactor {
+  float factor, gain;
+};
+CodebookFactor codebook_factor(KeyCode key, int head_dim) {
+  const bool odd = (log2_int(head_dim) & 1) != 0;
+  if (key == KeyCode::kLloydMax4) {
+    return odd ? CodebookFactor{0x1.39bff04577d95p+0, 0x1.39cf03626f8f6p+0}
+               : CodebookFactor{0x1.bbb549f94855ep+0, 0x1.bbcadd8dcd120p+0};
+  }
+  return odd ? CodebookFactor{0x1.c84da9003eea2p+0, 0x1.c86c069154421p+0}
+             : CodebookFactor{0x1.42a79bbadc098p+0, 0x1.42bd33a78dd45p+0};
+}
+
+// Pages [0, n) whose slots can be copied by whole granules without leaving the pool.
+uint32_t straight_pages(const PagedCache& cache, const std::byte* pool_end) {
+  if ((reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || cache.num_blocks == 0) return 0;
+  const int64_t last_slot = cache.slot_offset(0, cache.block_size - 1, cache.num_kv_heads - 1);
+  const int64_t page_end = last_slot + 16 * (rows_granules(cache.format.slot_bytes()) +
+                                             1);  // from the page's first byte
+  const int64_t room = pool_end - cache.pages - page_end;
+  if (room < 0) return 0;
+  const int64_t pages =
+      cache.stride_block > 0 ? std::min(room / cache.stride_block + 1, cache.num_blocks) : 1;
+  return static_cast<uint32_t>(std::min(pages, int64_t{1} << 31));
+}
+
+RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, Workspace workspace,
+                            int64_t states) {
+  const SlotFormat& format = call.cache.format;
+  RowsParams params;
+  params.a = make_attention_params(call);
+  params.plan = plan;
+  params.partial_out = static_cast<float*>(workspace.data);
+  params.partial_sums = params.partial_out + states * plan.rows * format.head_dim;
+  constexpr int64_t kPositions = int64_t{1} << 31;
+  params.table_pages =
+      static_cast<uint32_t>(std::min(call.max_blocks, kPositions / call.cache.block_size + 1));
+  params.pool_pages = static_cast<uint32_t>(std::min(call.cache.num_blocks, kPositions));
+  params.pool_end =
+      call.cache.pages + std::max(call.cache.pages_bytes, cache_extent_bytes(call.cache));
+  params.straight_pages = straight_pages(call.cache, params.pool_end);
+  params.whole_groups =
+      call.cache.block_size % kRowsGroupTokens == 0 && call.cache.stride_token < (int64_t{1} << 26);
+  params.steady_phase = 2 * rows_pass_rows(format.slot_bytes()) * call.cache.stride_token % 16 == 0;
+  params.norm_correction = format.norm_correction;
+  if (format.rotated()) {
+    const CodebookFactor factor = codebook_factor(format.key, format.head_dim);
+    const Codebook book = make_codebook(format.key, format.head_dim);
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t half = float_to_half_bits(book.levels[i] * factor.factor);
+      params.levels[i / 2] |= half << (16 * (i % 2));
+    }
+    params.key_gain = 1.0f / factor.gain;
+  }
+  return params;
+}
+
+template <KeyCode kKey, ValueCode kValue>
+cudaError_t launch_for_head_dim(const RowsParams& params, int head_dim,
+                                const RowsResidency& residency, int64_t blocks,
+                                cudaStream_t stream) {
+  switch (head_dim) {
+    case 64:
+      return launch_rows<kKey, kValue, 64>(params, residency, blocks, stream);
+    case 128:
+      return launch_rows<kKey, kValue, 128>(params, residency, blocks, stream);
+    default:
+      return launch_rows<kKey, kValue, 256>(params, residency, blocks, stream);
+  }
+}
+
+cudaError_t launch_for_format(const RowsParams& params, const SlotFormat& format,
+                              const RowsResidency& residency, int64_t blocks, cudaStream_t stream) {
+  const int d = format.head_dim;
+  if (format.key == KeyCode::kFp8E4M3) {
+    return launch_for_head_dim<KeyCode::kFp8E4M3, ValueCode::kUniform4>(params, d, residency,
+                                                                        blocks, stream);
+  }
+  if (format.key == KeyCode::kFp8E4B15) {
+    return launch_for_head_dim<KeyCode::kFp8E4B15, ValueCode::kUniform4>(params, d, residency,
+                                                                         blocks, stream);
+  }
+  if (format.key == KeyCode::kLloydMax4) {
+    return launch_for_head_dim<KeyCode::kLloydMax4, ValueCode::kUniform4>(params, d, residency,
+                                                                          blocks, stream);
+  }
+  return format.value == ValueCode::kUniform4
+             ? launch_for_head_dim<KeyCode::kLloydMax3, ValueCode::kUniform4>(params, d, residency,
+                                                                              blocks, stream)
+             : launch_for_head_dim<KeyCode::kLloydMax3, ValueCode::kUniform3>(params, d, residency,
+                                                                              blocks, stream);
+}
+
+}  // namespace
+
+Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
+  const int head_dim = call.cache.format.head_dim;
+  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
+    return unsupported("head_dim", head_dim, "64, 128 or 256 on CUDA");
+  }
+  const RowsShape shape = rows_shape(call, device);
+  if (shape.max_rows == 0) {
+    return unsupported("device", device.name, "more shared memory a block");
+  }
+  const RowsResidency residency = residency_of(call, shape, device);
+  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
+  const int64_t blocks =
+      plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
+  constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
+  if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, call.num_heads)) {
+    return unsupported("total_q", call.total_q, "at most 2^31 thread blocks");
+  }
+  return {};
+}
+
+Status cuda_rows_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
+                                 size_t* bytes) {
+  KVTILE_RETURN_IF_ERROR(cuda_rows_supports(call, device));
+  const RowsShape shape = rows_shape(call, device);
+  const RowsResidency residency = residency_of(call, shape, device);
+  *bytes = rows_workspace_bytes(shape, residency.blocks_per_sm * device.num_sms);
+  return {};
+}
+
+Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
+                     cudaStream_t stream) {
+  size_t needed = 0;
+  KVTILE_RETURN_IF_ERROR(cuda_rows_workspace_bytes(call, device, &needed));
+  if (workspace.bytes < needed) {
+    return Status(StatusCode::kWorkspaceTooSmall,
+                  fmt::format("workspace: got {} bytes, wanted {}", workspace.bytes, needed));
+  }
+  if (call.total_q == 0) return {};
+  const RowsShape shape = rows_shape(call, device);
+  const RowsResidency residency = residency_of(call, shape, device);
+  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
+  const int64_t blocks =
+      plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
+  const RowsParams params = make_rows_params(call, plan, workspace, blocks);
+  if (blocks > 0) {
+    KVTILE_RETURN_IF_ERROR(cuda_status(
+        "rows kernel", launch_for_format(params, call.cache.format, residency, blocks, stream)));
+  }
+  return cuda_status("rows combine",
+                     launch_rows_combine(params, call.cache.format.head_dim, device.arch, stream));
+}
+
+}  // namespace kvtile::cuda
+
+#endif  // KVTILE_CUDA

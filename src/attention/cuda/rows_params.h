@@ -1,0 +1,34 @@
+// What one launch of the rows kernel and its combine reads: the call, its plan, and constants
+// worked out on the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/attention/cuda/params.h"
+#include "src/attention/cuda/rows_plan.h"
+
+namespace kvtile::cuda {
+
+struct RowsParams {
+  AttentionParams a;
+  RowsPlan plan;
+  float* partial_out = nullptr;   // [state][rows][head_dim]
+  float* partial_sums = nullptr;  // [state][rows][offset, l]
+  const std::byte* pool_end = nullptr;
+  uint32_t table_pages = 0;  // of a block table row that can hold a 31-bit position
+  uint32_t pool_pages = 0;
+  bool whole_groups = false;    // pages hold whole groups of 16 tokens, less than 2 GiB apart
+  bool steady_phase = false;    // every second pass of a copy meets granules alike
+  uint32_t straight_pages = 0;  // pages whose slots' granules all lie inside the pool's bytes
+  float key_gain = 1.0f;        // undoes the codebook's factor without norm correction
+  bool norm_correction = true;
+  uint32_t levels[8] = {};  // fp16 codebook, 16 entries
+};
+
+cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, int arch,
+                                cudaStream_t stream);
+
+}  // namespace kvtile::cuda

@@ -1,0 +1,311 @@
+// Decode and verify: up to 32 packed rows (query x head of a group) of one KV head against the
+// packed cache, split over key ranges. A team of warps shares its rows; every warp owns a ring of
+// packed groups of 16 tokens in shared memory, dequantises in registers and feeds mma.sync with
+// tokens as the M dimension, so that eight rows cost one MMA column. docs/kernels/rows.md has the
+// budget. Every slot is copied once per tile; hidden slots are not read; a visible token without a
+// page turns its readers into NaN.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "src/attention/cuda/rows_state.cuh"
+#include "src/attention/cuda/sm80/rows_config.cuh"
+#include "src/attention/cuda/sm80/rows_loader.cuh"
+#include "src/attention/cuda/sm80/rows_unpack.cuh"
+#include "src/attention/cuda/sm80/rows_warp.cuh"
+#include "src/core/ptx.cuh"
+
+namespace kvtile::cuda {
+
+// The addresses and roles of a warp.
+template <class Config>
+struct RowsRole {
+  int lane, g, c, team, team_warp, teams;
+  uint32_t bases, factor, query, ranges, scratch, table, ring;
+
+  __device__ RowsRole(uint32_t shared, int warp, int warps, int lane_id)
+      : lane(lane_id),
+        g(lane_id >> 2),
+        c(lane_id & 3),
+        team(warp / Config::kTeamWarps),
+        team_warp(warp % Config::kTeamWarps),
+        teams(warps / Config::kTeamWarps),
+        bases(shared),
+        factor(shared + 16),
+        query(shared + 32),
+        ranges(query + Config::kQueryBytes),
+        scratch(ranges + Config::kRangeBytes + team * Config::kTeamBytes),
+        table(align_up(ranges + Config::kRangeBytes + teams * Config::kTeamBytes)),
+        ring(table + Config::kTableBytes) {}
+
+  static __device__ uint32_t align_up(uint32_t address) {
+    return (address + Config::kTableAlignment - 1) & ~(Config::kTableAlignment - 1);
+  }
+  __device__ uint32_t own_ring() const {
+    return ring + (team * Config::kTeamWarps + team_warp) * Config::kRingBytes;
+  }
+  __device__ void sync_team() const {
+    if constexpr (Config::kTeamWarps == 1) {
+      __syncwarp();
+    } else {
+      ptx::named_barrier_sync(1 + team, 32 * Config::kTeamWarps);
+    }
+  }
+};
+
+// The main loop of a warp over the groups [first_group, end_group) of its block: group `i` of the
+// block goes to warp i mod warps, so a team takes neighbouring groups.
+template <class Config>
+struct RowsPipeline {
+  static constexpr int kStages = Config::kStages;
+  using Loader = RowsLoader<Config>;
+
+  const RowsParams& p;
+  const RowsRole<Config>& role;
+  Loader loader;
+  int position;                  // of the warp's group: its first token's distance from range.begin
+  int team_position;             // of the team's first group
+  int stride;                    // from a group to the warp's next
+  int begin;                     // range.begin
+  int end;                       // of the groups of this pipeline
+  int common_begin, common_end;  // positions every row of the tile sees
+  // Distances from range.begin of groups that every row sees whole, when there is no soft cap.
+  int fast_begin;
+  uint32_t fast_length;
+  int careful_rounds;  // until the last careful copy has left the ring
+  typename Loader::Place next;
+
+  // Reads pages and starts the first copies.
+  __device__ RowsPipeline(const RowsParams& params, const RowsRole<Config>& warp_role,
+                          const RowsTile& tile, const RowsRange& range, int first_group,
+                          int end_group)
+      : p(params),
+        role(warp_role),
+        loader(params, tile, range, warp_role.bases, end_group, warp_role.lane),
+        stride(warp_role.teams * Config::kTeamWarps * kRowsGroupTokens),
+        begin(range.begin),
+        end(range.origin + end_group * kRowsGroupTokens - range.begin) {
+    team_position = range.origin - range.begin +
+                    (first_group + role.team * Config::kTeamWarps) * kRowsGroupTokens;
+    position = team_position + role.team_warp * kRowsGroupTokens;
+    common_begin = 0;
+    common_end = tile.first_position < 0 ? 0 : range.end;
+    if (p.a.window > 0) {
+      const int64_t last = tile.first_position + tile.num_queries - 1;
+      common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
+    }
+    if (p.a.causal) {
+      common_end = static_cast<int>(min(tile.first_position + 1, int64_t{common_end}));
+    }
+    fast_begin = max(common_begin - begin, 0);
+    const int fast_end = min(common_end - begin, end) - kRowsGroupTokens + 1;
+    fast_length = p.a.softcap > 0.0f ? 0 : static_cast<uint32_t>(max(fast_end - fast_begin, 0));
+    careful_rounds = 0;
+    typename Loader::Place places[kStages];
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      loader.template locate<false>(position + s * stride, &places[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < kStages - 1; ++s) {
+      if (!loader.template issue<false>(position + s * stride, places[s],
+                                        role.own_ring() + s * Config::kStageBytes)) {
+        careful_rounds = kStages;
+      }
+      ptx::cp_async_commit();
+    }
+    next = places[kStages - 1];
+  }
+
+  __device__ void run(RowsWarp<Config>& state) {
+    uint32_t stage = 0, fill = (kStages - 1) * Config::kStageBytes, parity = 0;
+    for (; team_position < end; team_position += stride, position += stride) {
+      ptx::cp_async_wait<kStages - 2>();
+      __syncwarp();
+      const int ahead = position + (kStages - 1) * stride;
+      const bool fast = static_cast<uint32_t>(position - fast_begin) < fast_length &&
+                        careful_rounds <= 0 && loader.is_straight(ahead, next);
+      --careful_rounds;
+      if (__all_sync(~0u, fast)) [[likely]] {
+        step<true>(state, 0, true, stage, fill, parity);
+      } else {
+        // A warp without a group in its team's last round sees nothing.
+        const int base = position < end ? begin + position : 0x7fffff00;
+        const bool all_visible = base >= common_begin && base + kRowsGroupTokens <= common_end;
+        step<false>(state, base, all_visible, stage, fill, parity);
+      }
+      parity ^= 1;
+      stage = stage + Config::kStageBytes == Config::kRingBytes ? 0 : stage + Config::kStageBytes;
+      fill = fill + Config::kStageBytes == Config::kRingBytes ? 0 : fill + Config::kStageBytes;
+    }
+    ptx::cp_async_wait<0>();
+  }
+
+  // One group. kFast: every row sees all of it, no soft cap, and the next copy is straight.
+  template <bool kFast>
+  __device__ void step(RowsWarp<Config>& state, int base, bool all_visible, uint32_t stage,
+                       uint32_t fill, uint32_t parity) {
+    constexpr int kTiles = Config::kTiles;
+    constexpr bool kMasked = !kFast;
+    const uint32_t ring = role.own_ring();
+    // The stage that the warp, and its partner, left in the last round.
+    if constexpr (Config::kTeamWarps == 1) refill<kFast>(ring + fill);
+    float x[kTiles][4], e[kTiles][4];
+    uint32_t weights[kTiles][2];
+    typename RowsWarp<Config>::Slots slots;
+    state.template score<kFast>(ring + stage, role.table, role.query + 16 * role.lane, p, role.g,
+                                role.c, x, &slots);
+    uint32_t visible = ~0u;
+    if constexpr (kFast) {
+      state.scale_scores(x, slots);
+    } else {
+      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, role.ranges + 16 * role.c,
+                                     base + role.g);
+    }
+    const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
+    if constexpr (Config::kTeamWarps == 1) {
+      if (__any_sync(~0u, out_of_range)) [[unlikely]]
+        move(state, x, slots, visible, e);
+      state.template pack<kMasked>(e, slots, visible, weights);
+      state.template add<kMasked>(e, slots, visible);
+      state.template accumulate<kFast>(ring + stage, weights, 0, role.g, role.c);
+    } else {
+      // Weights change hands through shared memory; a maximum that moves moves for both.
+      const uint32_t buffer = role.scratch + Config::kScratchBytes +
+                              parity * Config::kTeamWarps * Config::kWeightBytes + 8 * role.lane;
+      const uint32_t mine = buffer + role.team_warp * Config::kWeightBytes;
+      state.template pack<kMasked>(e, slots, visible, weights);
+      hand_over(mine, weights);
+      if (ptx::named_barrier_or(1 + role.team, 32 * Config::kTeamWarps, out_of_range))
+          [[unlikely]] {
+        move(state, x, slots, visible, e);
+        state.template pack<true>(e, slots, visible, weights);
+        hand_over(mine, weights);
+        role.sync_team();
+      }
+      refill<kFast>(ring + fill);
+      state.template add<kMasked>(e, slots, visible);
+#pragma unroll 1
+      for (int t = 0; t < Config::kTeamWarps; ++t) {
+        uint32_t packed[kTiles][2];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          ptx::ld_shared2(buffer + t * Config::kWeightBytes + 256 * n, &packed[n][0],
+                          &packed[n][1]);
+        }
+        state.template accumulate<false>(
+            role.ring + (role.team * Config::kTeamWarps + t) * Config::kRingBytes + stage, packed,
+            role.team_warp, role.g, role.c);
+      }
+    }
+  }
+
+  template <bool kFast>
+  __device__ void refill(uint32_t stage) {
+    if (!loader.template issue<kFast>(position + (kStages - 1) * stride, next, stage)) {
+      careful_rounds = kStages;
+    }
+    ptx::cp_async_commit();
+    loader.template locate<kFast>(position + kStages * stride, &next);
+  }
+
+  __device__ void move(RowsWarp<Config>& state, const float (&x)[Config::kTiles][4],
+                       const typename RowsWarp<Config>::Slots& slots, uint32_t visible,
+                       float (&e)[Config::kTiles][4]) {
+    state.rescale(x, slots, role.scratch, role.team_warp, role.g, role.c,
+                  [this] { role.sync_team(); });
+    state.template exponentials<true>(x, slots, visible, e);
+  }
+
+  __device__ void hand_over(uint32_t address, const uint32_t (&weights)[Config::kTiles][2]) const {
+#pragma unroll
+    for (int n = 0; n < Config::kTiles; ++n) {
+      ptx::st_shared2(address + 256 * n, weights[n][0], weights[n][1]);
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
+    rows_kernel(const __grid_constant__ RowsParams p) {
+  extern __shared__ __align__(128) unsigned char shared_memory[];
+  // Kept out of the registers of the main loop.
+  __shared__ RowsTile tile;
+  __shared__ RowsRange range;
+  const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const RowsRole<Config> role(ptx::shared_address(shared_memory), warp, warps, threadIdx.x & 31);
+
+  // Heads vary fastest: neighbouring heads of a token share sectors.
+  uint32_t block = blockIdx.x;
+  const int kv_head = block % p.a.cache.num_kv_heads;
+  block /= p.a.cache.num_kv_heads;
+  const int split = block % p.plan.num_states();
+  block /= p.plan.num_states();
+  if (warp == 0) {
+    const RowsTile found =
+        find_rows_tile(p, block / p.plan.num_subtiles, block % p.plan.num_subtiles, role.lane);
+    if (role.lane == 0) {
+      tile = found;
+      ptx::st_shared(role.factor + 4, 0);
+      range = rows_packed_range(p, found, split);
+      ptx::st_shared_u64(role.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
+      ptx::st_shared_u64(role.bases + 8, reinterpret_cast<uint64_t>(
+                                             p.a.cache.pages + kv_head * p.a.cache.stride_head));
+    }
+  } else {
+    fill_key_table<Config::kKey>(p, role.table, threadIdx.x - 32, blockDim.x - 32);
+  }
+  __syncthreads();
+  if (tile.num_queries <= 0) return;
+
+  const RowsState partial = rows_state(p, blockIdx.x, Config::kRows, Config::kHeadDim);
+  if (p.plan.raw_chunk && split == p.plan.num_splits) {
+    raw_chunk_state<Config::kHeadDim>(p, tile, kv_head, partial, warp, warps, role.lane);
+    return;
+  }
+  if (range.first_group >= range.end_group) {
+    for (int row = threadIdx.x; row < tile.num_rows(); row += blockDim.x) {
+      partial.sums[2 * row] = -INFINITY;
+      partial.sums[2 * row + 1] = 0.0f;
+    }
+    return;
+  }
+
+  const int epoch_groups = warps * (kRowsEpochTokens / kRowsGroupTokens);
+  RowsWarp<Config> state;
+  QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
+  for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
+    RowsPipeline<Config> pipeline(p, role, tile, range, first,
+                                  min(range.end_group, first + epoch_groups));
+    if (first == range.first_group) {
+      queries.template prepare<Config::kKey>(p, tile, role.query, role.ranges, role.factor, warp,
+                                             warps, role.lane);
+      state.factor = ptx::ld_shared_float(role.factor);
+      if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+        for (int u = 0; u < Config::kHeadDim / 16 * Config::kTiles; ++u) {
+          ptx::ld_shared2(role.query + u / 2 * 512 + 16 * role.lane + u % 2 * 8,
+                          &state.query[2 * u], &state.query[2 * u + 1]);
+        }
+      }
+    }
+    state.reset();
+    pipeline.run(state);
+    const auto sync_team = [&role] { role.sync_team(); };
+    state.finish(role.scratch, role.team_warp, role.g, role.c, sync_team);
+
+    // Rings are idle once every warp is here.
+    __syncthreads();
+    state.store_state(role.ring +
+                      (role.team * Config::kTeamWarps + role.team_warp) * Config::kStateBytes +
+                      4 * role.lane);
+    __syncthreads();
+    merge_teams<Config>(role.ring, role.teams, partial, tile, first > range.first_group, warp,
+                        warps, role.lane);
+    __syncthreads();
+  }
+}
+
+}  // namespace kvtile::cuda

@@ -1,0 +1,43 @@
+// The body of an instance file: KVTILE_ROWS_INSTANCE(key code, value code, head_dim).
+#pragma once
+
+#include "src/attention/cuda/sm80/rows.cuh"
+#include "src/attention/cuda/sm80/rows_launch.h"
+
+namespace kvtile::cuda {
+
+template <class Config>
+cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& residency,
+                               int64_t blocks, cudaStream_t stream) {
+  const auto kernel = rows_kernel<Config>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, residency.shared_bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), 32 * residency.warps,
+           static_cast<size_t>(residency.shared_bytes), stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <KeyCode kKey, ValueCode kValue, int kHeadDim>
+cudaError_t launch_rows(const RowsParams& params, const RowsResidency& residency, int64_t blocks,
+                        cudaStream_t stream) {
+  switch (params.plan.rows) {
+    case 8:
+      return launch_rows_config<RowsConfig<kKey, kValue, kHeadDim, 1>>(params, residency, blocks,
+                                                                       stream);
+    case 16:
+      return launch_rows_config<RowsConfig<kKey, kValue, kHeadDim, 2>>(params, residency, blocks,
+                                                                       stream);
+    default:
+      return launch_rows_config<RowsConfig<kKey, kValue, kHeadDim, 4>>(params, residency, blocks,
+                                                                       stream);
+  }
+}
+
+}  // namespace kvtile::cuda
+
+#define KVTILE_ROWS_INSTANCE(key, value, head_dim)                                                \
+  namespace kvtile::cuda {                                                                        \
+  template cudaError_t launch_rows<key, value, head_dim>(const RowsParams&, const RowsResidency&, \
+                                                         int64_t, cudaStream_t);                  \
+  }

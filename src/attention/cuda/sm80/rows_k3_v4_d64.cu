@@ -1,0 +1,4 @@
+// The rows kernel for 3-bit keys, 4-bit values, head_dim 64.
+#include "src/attention/cuda/sm80/rows_instance.cuh"
+
+KVTILE_ROWS_INSTANCE(KeyCode::kLloydMax3, ValueCode::kUniform4, 64)

@@ -1,0 +1,6 @@
+// The tile engine at head_dim 256.
+#include "src/attention/cuda/sm80/tile_instance.cuh"
+
+namespace kvtile::cuda {
+KVTILE_TILE_KERNELS(kTileKernels256, 256, 8);
+}  // namespace kvtile::cuda
