@@ -79,7 +79,7 @@ inline constexpr int kRowsMinWarps = 4;
 // Register budgets: 65536 over the threads of an SM.
 constexpr int rows_max_warps(int head_dim, int rows) {
   if (rows == 32) return head_dim == 256 ? 8 : 4;
-  return 6;
+  return head_dim == 256 && rows == 16 ? 4 : 6;
 }
 constexpr int rows_blocks_per_sm(int head_dim, int rows) {
   return head_dim == 256 && rows == 32 ? 1 : 2;
