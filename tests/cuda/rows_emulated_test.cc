@@ -51,7 +51,7 @@ KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax4, ValueCode::kUniform4)
 KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform4)
 KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform3)
 
-cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, int, cudaStream_t) {
+cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStream_t) {
   const auto blocks = static_cast<unsigned>(params.a.total_q * params.a.num_heads);
   const auto threads =
       32u * static_cast<unsigned>(std::min(kCombineMaxWarps, params.plan.num_states()));
@@ -70,7 +70,7 @@ namespace rows_test {
 DeviceInfo small_device() {
   DeviceInfo device;
   device.name = "emulated";
-  device.arch = 80;
+  device.arch = 90;
   device.num_sms = 3;
   device.shared_bytes_per_block = 232448;
   device.shared_bytes_per_sm = 233472;

@@ -24,7 +24,7 @@ RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
   shape.group = call.num_heads / call.cache.num_kv_heads;
   shape.head_dim = call.cache.format.head_dim;
   shape.max_rows = rows_max_capacity(call.cache.format, device.shared_bytes_per_block,
-                                     device.shared_bytes_per_sm);
+                                     rows_wide_table(device.arch));
   shape.raw_chunk = call.chunk_key != nullptr;
   return shape;
 }
@@ -33,7 +33,7 @@ RowsResidency residency_of(const AttentionCall& call, const RowsShape& shape,
                            const DeviceInfo& device) {
   const int packed = rows_queries_per_tile(shape) * std::min(shape.group, shape.max_rows);
   return rows_residency(call.cache.format, rows_capacity(packed), device.shared_bytes_per_block,
-                        device.shared_bytes_per_sm);
+                        rows_wide_table(device.arch));
 }
 
 // A factor that places the levels where fp16 rounds them least (weighted by how often each is used:
@@ -64,8 +64,8 @@ uint32_t straight_pages(const PagedCache& cache, const std::byte* pool_end) {
   return static_cast<uint32_t>(std::min(pages, int64_t{1} << 31));
 }
 
-RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, Workspace workspace,
-                            int64_t states) {
+RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, int warps,
+                            Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -79,9 +79,13 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, Wor
   params.pool_end =
       call.cache.pages + std::max(call.cache.pages_bytes, cache_extent_bytes(call.cache));
   params.straight_pages = straight_pages(call.cache, params.pool_end);
-  params.whole_groups =
-      call.cache.block_size % kRowsGroupTokens == 0 && call.cache.stride_token < (int64_t{1} << 26);
-  params.steady_phase = 2 * rows_pass_rows(format.slot_bytes()) * call.cache.stride_token % 16 == 0;
+  params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&
+                        call.cache.stride_token < (int64_t{1} << 26) &&
+                        call.cache.stride_block < (int64_t{1} << 32);
+  params.page_stride = static_cast<uint32_t>(call.cache.stride_block);
+  const int step = warps * kRowsGroupTokens;
+  params.step_pages = static_cast<uint32_t>(step / call.cache.block_size);
+  params.step_tokens = static_cast<uint32_t>(step % call.cache.block_size);
   params.norm_correction = format.norm_correction;
   if (format.rotated()) {
     const CodebookFactor factor = codebook_factor(format.key, format.head_dim);
@@ -143,7 +147,7 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
     return unsupported("device", device.name, "more shared memory a block");
   }
   const RowsResidency residency = residency_of(call, shape, device);
-  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
+  const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
@@ -158,7 +162,7 @@ Status cuda_rows_workspace_bytes(const AttentionCall& call, const DeviceInfo& de
   KVTILE_RETURN_IF_ERROR(cuda_rows_supports(call, device));
   const RowsShape shape = rows_shape(call, device);
   const RowsResidency residency = residency_of(call, shape, device);
-  *bytes = rows_workspace_bytes(shape, residency.blocks_per_sm * device.num_sms);
+  *bytes = rows_workspace_bytes(shape, device.num_sms);
   return {};
 }
 
@@ -173,16 +177,17 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   if (call.total_q == 0) return {};
   const RowsShape shape = rows_shape(call, device);
   const RowsResidency residency = residency_of(call, shape, device);
-  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
+  const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
-  const RowsParams params = make_rows_params(call, plan, workspace, blocks);
+  RowsParams params = make_rows_params(call, plan, residency.warps, workspace, blocks);
+  params.early_launch = device.arch >= 90;
   if (blocks > 0) {
     KVTILE_RETURN_IF_ERROR(cuda_status(
         "rows kernel", launch_for_format(params, call.cache.format, residency, blocks, stream)));
   }
   return cuda_status("rows combine",
-                     launch_rows_combine(params, call.cache.format.head_dim, device.arch, stream));
+                     launch_rows_combine(params, call.cache.format.head_dim, stream));
 }
 
 }  // namespace kvtile::cuda

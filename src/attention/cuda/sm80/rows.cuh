@@ -22,8 +22,10 @@ namespace kvtile::cuda {
 // The addresses and roles of a warp.
 template <class Config>
 struct RowsRole {
+  static constexpr int kWarpBytes = Config::kSizes.warp;
   int lane, g, c, team, team_warp, teams;
-  uint32_t bases, factor, query, ranges, scratch, table, ring;
+  RowsMemory memory;
+  uint32_t scratch, team_ring;  // of its team
 
   __device__ RowsRole(uint32_t shared, int warp, int warps, int lane_id)
       : lane(lane_id),
@@ -31,21 +33,15 @@ struct RowsRole {
         c(lane_id & 3),
         team(warp / Config::kTeamWarps),
         team_warp(warp % Config::kTeamWarps),
-        teams(warps / Config::kTeamWarps),
-        bases(shared),
-        factor(shared + 16),
-        query(shared + 32),
-        ranges(query + Config::kQueryBytes),
-        scratch(ranges + Config::kRangeBytes + team * Config::kTeamBytes),
-        table(align_up(ranges + Config::kRangeBytes + teams * Config::kTeamBytes)),
-        ring(table + Config::kTableBytes) {}
+        teams(warps / Config::kTeamWarps) {
+    constexpr RowsSizes kSizes = Config::kSizes;
+    memory = rows_memory(kSizes, shared, warps);
+    scratch = memory.teams + team * kSizes.team;
+    // Computed once: the compiler would do it again for every group.
+    team_ring = __shfl_sync(~0u, memory.ring(team * Config::kTeamWarps, kWarpBytes), 0);
+  }
 
-  static __device__ uint32_t align_up(uint32_t address) {
-    return (address + Config::kTableAlignment - 1) & ~(Config::kTableAlignment - 1);
-  }
-  __device__ uint32_t own_ring() const {
-    return ring + (team * Config::kTeamWarps + team_warp) * Config::kRingBytes;
-  }
+  __device__ uint32_t own_ring() const { return team_ring + team_warp * kWarpBytes; }
   __device__ void sync_team() const {
     if constexpr (Config::kTeamWarps == 1) {
       __syncwarp();
@@ -83,13 +79,16 @@ struct RowsPipeline {
                           int end_group)
       : p(params),
         role(warp_role),
-        loader(params, tile, range, warp_role.bases, end_group, warp_role.lane),
+        loader(params, tile, range, warp_role.memory.bases, end_group,
+               first_distance(range, first_group, warp_role.team * Config::kTeamWarps +
+                                                       warp_role.team_warp),
+               warp_role.lane),
+        position(first_distance(range, first_group,
+                                warp_role.team * Config::kTeamWarps + warp_role.team_warp)),
+        team_position(first_distance(range, first_group, warp_role.team * Config::kTeamWarps)),
         stride(warp_role.teams * Config::kTeamWarps * kRowsGroupTokens),
         begin(range.begin),
         end(range.origin + end_group * kRowsGroupTokens - range.begin) {
-    team_position = range.origin - range.begin +
-                    (first_group + role.team * Config::kTeamWarps) * kRowsGroupTokens;
-    position = team_position + role.team_warp * kRowsGroupTokens;
     common_begin = 0;
     common_end = tile.first_position < 0 ? 0 : range.end;
     if (p.a.window > 0) {
@@ -105,9 +104,7 @@ struct RowsPipeline {
     careful_rounds = 0;
     typename Loader::Place places[kStages];
 #pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      loader.template locate<false>(position + s * stride, &places[s]);
-    }
+    for (int s = 0; s < kStages; ++s) places[s] = loader.locate(position + s * stride);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
       if (!loader.template issue<false>(position + s * stride, places[s],
@@ -143,6 +140,10 @@ struct RowsPipeline {
     ptx::cp_async_wait<0>();
   }
 
+  static __device__ int first_distance(const RowsRange& range, int first_group, int warp) {
+    return range.origin - range.begin + (first_group + warp) * kRowsGroupTokens;
+  }
+
   // One group. kFast: every row sees all of it, no soft cap, and the next copy is straight.
   template <bool kFast>
   __device__ void step(RowsWarp<Config>& state, int base, bool all_visible, uint32_t stage,
@@ -155,19 +156,19 @@ struct RowsPipeline {
     float x[kTiles][4], e[kTiles][4];
     uint32_t weights[kTiles][2];
     typename RowsWarp<Config>::Slots slots;
-    state.template score<kFast>(ring + stage, role.table, role.query + 16 * role.lane, p, role.g,
+    state.template score<kFast>(ring + stage, role.memory.table, role.memory.query + 16 * role.lane, p, role.g,
                                 role.c, x, &slots);
     uint32_t visible = ~0u;
-    if constexpr (kFast) {
-      state.scale_scores(x, slots);
-    } else {
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, role.ranges + 16 * role.c,
+    if constexpr (!kFast) {
+      // A stage that holds no group of this round still holds an older one, or nothing.
+      if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
+      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, role.memory.ranges + 16 * role.c,
                                      base + role.g);
     }
     const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
     if constexpr (Config::kTeamWarps == 1) {
       if (__any_sync(~0u, out_of_range)) [[unlikely]]
-        move(state, x, slots, visible, e);
+        move<kFast>(state, x, slots, visible, e);
       state.template pack<kMasked>(e, slots, visible, weights);
       state.template add<kMasked>(e, slots, visible);
       state.template accumulate<kFast>(ring + stage, weights, 0, role.g, role.c);
@@ -180,7 +181,7 @@ struct RowsPipeline {
       hand_over(mine, weights);
       if (ptx::named_barrier_or(1 + role.team, 32 * Config::kTeamWarps, out_of_range))
           [[unlikely]] {
-        move(state, x, slots, visible, e);
+        move<kFast>(state, x, slots, visible, e);
         state.template pack<true>(e, slots, visible, weights);
         hand_over(mine, weights);
         role.sync_team();
@@ -196,8 +197,8 @@ struct RowsPipeline {
                           &packed[n][1]);
         }
         state.template accumulate<false>(
-            role.ring + (role.team * Config::kTeamWarps + t) * Config::kRingBytes + stage, packed,
-            role.team_warp, role.g, role.c);
+            role.team_ring + t * RowsRole<Config>::kWarpBytes + stage, packed, role.team_warp, role.g,
+            role.c);
       }
     }
   }
@@ -208,12 +209,14 @@ struct RowsPipeline {
       careful_rounds = kStages;
     }
     ptx::cp_async_commit();
-    loader.template locate<kFast>(position + kStages * stride, &next);
+    next = loader.locate(position + kStages * stride);
   }
 
-  __device__ void move(RowsWarp<Config>& state, const float (&x)[Config::kTiles][4],
+  template <bool kFast>
+  __device__ void move(RowsWarp<Config>& state, float (&x)[Config::kTiles][4],
                        const typename RowsWarp<Config>::Slots& slots, uint32_t visible,
                        float (&e)[Config::kTiles][4]) {
+    if constexpr (kFast) state.scale_scores(x, slots);
     state.rescale(x, slots, role.scratch, role.team_warp, role.g, role.c,
                   [this] { role.sync_team(); });
     state.template exponentials<true>(x, slots, visible, e);
@@ -228,7 +231,7 @@ struct RowsPipeline {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
+__global__ void __launch_bounds__(Config::kMaxThreads, 1)
     rows_kernel(const __grid_constant__ RowsParams p) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   // Kept out of the registers of the main loop.
@@ -243,19 +246,23 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
   block /= p.a.cache.num_kv_heads;
   const int split = block % p.plan.num_states();
   block /= p.plan.num_states();
+  if (warp != 0) fill_key_table<Config::kKey>(p, role.memory.table, threadIdx.x - 32, blockDim.x - 32);
+#if __CUDA_ARCH__ >= 900
+  // Nothing before this is read from memory. Combine may settle where blocks leave room.
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+#endif
   if (warp == 0) {
     const RowsTile found =
         find_rows_tile(p, block / p.plan.num_subtiles, block % p.plan.num_subtiles, role.lane);
     if (role.lane == 0) {
       tile = found;
-      ptx::st_shared(role.factor + 4, 0);
+      ptx::st_shared(role.memory.factor + 4, 0);
       range = rows_packed_range(p, found, split);
-      ptx::st_shared_u64(role.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
-      ptx::st_shared_u64(role.bases + 8, reinterpret_cast<uint64_t>(
+      ptx::st_shared_u64(role.memory.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
+      ptx::st_shared_u64(role.memory.bases + 8, reinterpret_cast<uint64_t>(
                                              p.a.cache.pages + kv_head * p.a.cache.stride_head));
     }
-  } else {
-    fill_key_table<Config::kKey>(p, role.table, threadIdx.x - 32, blockDim.x - 32);
   }
   __syncthreads();
   if (tile.num_queries <= 0) return;
@@ -280,13 +287,13 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      queries.template prepare<Config::kKey>(p, tile, role.query, role.ranges, role.factor, warp,
+      queries.template prepare<Config::kKey>(p, tile, role.memory.query, role.memory.ranges, role.memory.factor, warp,
                                              warps, role.lane);
-      state.factor = ptx::ld_shared_float(role.factor);
+      state.factor = ptx::ld_shared_float(role.memory.factor);
       if constexpr (Config::kQueryInRegisters) {
 #pragma unroll
         for (int u = 0; u < Config::kHeadDim / 16 * Config::kTiles; ++u) {
-          ptx::ld_shared2(role.query + u / 2 * 512 + 16 * role.lane + u % 2 * 8,
+          ptx::ld_shared2(role.memory.query + u / 2 * 512 + 16 * role.lane + u % 2 * 8,
                           &state.query[2 * u], &state.query[2 * u + 1]);
         }
       }
@@ -298,11 +305,9 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
 
     // Rings are idle once every warp is here.
     __syncthreads();
-    state.store_state(role.ring +
-                      (role.team * Config::kTeamWarps + role.team_warp) * Config::kStateBytes +
-                      4 * role.lane);
+    state.store_state(role.own_ring() + 4 * role.lane);
     __syncthreads();
-    merge_teams<Config>(role.ring, role.teams, partial, tile, first > range.first_group, warp,
+    merge_teams<Config>(role.memory, role.teams, partial, tile, first > range.first_group, warp,
                         warps, role.lane);
     __syncthreads();
   }

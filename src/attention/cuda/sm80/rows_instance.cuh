@@ -1,6 +1,7 @@
 // The body of an instance file: KVTILE_ROWS_INSTANCE(key code, value code, head_dim).
 #pragma once
 
+#include "src/attention/cuda/rows_start.cuh"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 
@@ -13,9 +14,8 @@ cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& re
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, residency.shared_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), 32 * residency.warps,
-           static_cast<size_t>(residency.shared_bytes), stream>>>(params);
-  return cudaGetLastError();
+  return launch_rows_kernel(kernel, params, blocks, 32 * residency.warps, residency.shared_bytes,
+                            stream);
 }
 
 template <KeyCode kKey, ValueCode kValue, int kHeadDim>

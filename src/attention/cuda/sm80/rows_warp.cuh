@@ -110,7 +110,8 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2 on the diagonal of K K^T.
+          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole one
+          // would have to be moved into place.
           ptx::mma_m16n8k8(norm0, a[s][0], a[s][1], a[s][0]);
           ptx::mma_m16n8k8(norm1, a[s][0], a[s][1], a[s][1]);
           ptx::mma_m16n8k8(norm0, a[s][2], a[s][3], a[s][2]);
@@ -207,8 +208,9 @@ struct RowsWarp {
     return visible;
   }
 
-  // Exponentials of the scores, zero where the row does not see the token. Whether one of the
-  // lane's, or a value scale, is out of range; a non-finite scale asks in vain, each time it comes.
+  // Exponentials of the scores, zero where the row does not see the token; not masked, of dot
+  // products that are yet to be scaled. Whether one of the lane's, or a value scale, is out of range;
+  // a non-finite scale asks in vain, each time it comes.
   template <bool kMasked>
   __device__ bool exponentials(const float (&x)[kTiles][4], const Slots& slots, uint32_t visible,
                                float (&e)[kTiles][4]) const {
@@ -217,7 +219,8 @@ struct RowsWarp {
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        e[n][i] = ptx::ex2(x[n][i] - offset[n][i % 2]);
+        e[n][i] = ptx::ex2(kMasked ? x[n][i] - offset[n][i % 2]
+                                   : fmaf(x[n][i], slots.key_scale[i / 2], -offset[n][i % 2]));
         if (kMasked && ((visible >> (4 * n + i)) & 1) == 0) e[n][i] = 0.0f;
       }
       high = fmaxf(high, fmaxf(e[n][0] + e[n][2], e[n][1] + e[n][3]));
@@ -458,57 +461,59 @@ struct RowsWarp {
 };
 
 // The stored states of all teams, added in index order, to the partial state of the block, or into
-// what it holds already. A warp takes (warp of the team, column tile, output tile) in turn.
+// what it holds already. A warp takes (row parity, warp of the team, column tile, output tile) in
+// turn.
 template <class Config>
-__device__ void merge_teams(uint32_t states, int teams, const RowsState& partial,
+__device__ void merge_teams(const RowsMemory& memory, int teams, const RowsState& partial,
                             const RowsTile& tile, bool merge, int warp, int warps, int lane) {
   using Warp = RowsWarp<Config>;
   using Values = typename Warp::Values;
   constexpr int kTiles = Config::kTiles, kOutTiles = Warp::kOutTiles;
-  constexpr int kTeamState = Config::kTeamWarps * Config::kStateBytes;
+  constexpr int kWarpBytes = Config::kSizes.warp;
   const int g = lane >> 2, c = lane & 3;
   // Row sums first: when merging, every warp reads the old ones before one writes.
-  for (int item = warp; item < Config::kTeamWarps * kTiles * kOutTiles; item += warps) {
-    const int m = item % kOutTiles, n = item / kOutTiles % kTiles;
-    const int team_warp = item / (kOutTiles * kTiles);
-    const uint32_t state = states + team_warp * Config::kStateBytes + 4 * lane;
+  for (int item = warp; item < 2 * Config::kTeamWarps * kTiles * kOutTiles; item += warps) {
+    const int r = item % 2, m = item / 2 % kOutTiles, n = item / (2 * kOutTiles) % kTiles;
+    const int team_warp = item / (2 * kOutTiles * kTiles);
+    const int row = 8 * n + 2 * c + r;
+    if (row >= tile.num_rows()) continue;
     const int d = team_warp * Config::kWarpDims + Values::run(m / Values::kBlockTiles, g) +
                   2 * (m % Values::kBlockTiles);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 8 * n + 2 * c + r;
-      if (row >= tile.num_rows()) continue;
-      float high = merge ? partial.sums[2 * row] : -INFINITY;
-      for (int t = 0; t < teams; ++t) {
-        high = fmaxf(high, ptx::ld_shared_float(state + t * kTeamState + 128 * (4 * n + r)));
-      }
-      float2* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
-      float2 x = {0.0f, 0.0f};
-      float l = 0.0f;
-      if (merge) {
-        const float weight = state_weight(partial.sums[2 * row], high);
-        const float2 old = *out;
-        x = {old.x * weight, old.y * weight};
-        l = partial.sums[2 * row + 1] * weight;
-      }
-      for (int t = 0; t < teams; ++t) {
-        const uint32_t at = state + t * kTeamState;
-        const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
-        const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
-        l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
-        x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
-        x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
-      }
-      *out = x;
-      if (m == 0 && team_warp == 0 && g == 0) {
-        ptx::st_shared_float(states + teams * kTeamState + 8 * row, high);
-        ptx::st_shared_float(states + teams * kTeamState + 8 * row + 4, l);
-      }
+    const auto state_of = [&](int t) {
+      return memory.ring(t * Config::kTeamWarps + team_warp, kWarpBytes) + 4 * lane;
+    };
+    float high = merge ? partial.sums[2 * row] : -INFINITY;
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      high = fmaxf(high, ptx::ld_shared_float(state_of(t) + 128 * (4 * n + r)));
+    }
+    float2* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
+    float2 x = {0.0f, 0.0f};
+    float l = 0.0f;
+    if (merge) {
+      const float weight = state_weight(partial.sums[2 * row], high);
+      const float2 old = *out;
+      x = {old.x * weight, old.y * weight};
+      l = partial.sums[2 * row + 1] * weight;
+    }
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      const uint32_t at = state_of(t);
+      const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
+      const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
+      l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
+      x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
+      x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
+    }
+    *out = x;
+    if (m == 0 && team_warp == 0 && g == 0) {
+      ptx::st_shared_float(memory.sums + 8 * row, high);
+      ptx::st_shared_float(memory.sums + 8 * row + 4, l);
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * tile.num_rows(); i += blockDim.x) {
-    partial.sums[i] = ptx::ld_shared_float(states + teams * kTeamState + 4 * i);
+    partial.sums[i] = ptx::ld_shared_float(memory.sums + 4 * i);
   }
 }
 
