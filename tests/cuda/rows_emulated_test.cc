@@ -8,6 +8,7 @@
 #include "src/attention/cuda/combine.cuh"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/attention/cuda/sm90/rows_pages.cuh"
 #include "tests/cuda/rows_cases.h"
 
 namespace kvtile {
@@ -19,7 +20,12 @@ namespace cuda {
 template <class Config>
 void emulate(const RowsParams& params, const RowsResidency& residency, int64_t blocks) {
   emulator::launch(static_cast<unsigned>(blocks), static_cast<unsigned>(32 * residency.warps),
-                   [&params] { rows_kernel<Config>(params); });
+                   [&params] {
+                     if constexpr (Config::kTiles == 1) {
+                       if (params.plan.pages) return rows_pages_kernel<Config>(params);
+                     }
+                     rows_kernel<Config>(params);
+                   });
 }
 
 template <KeyCode kKey, ValueCode kValue, int kHeadDim>

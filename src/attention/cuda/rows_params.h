@@ -25,6 +25,11 @@ struct RowsParams {
   // From a warp's group to its next: whole pages, and tokens.
   uint32_t step_pages = 0, step_tokens = 0;
   uint32_t straight_pages = 0;  // pages whose slots' granules all lie inside the pool's bytes
+  // Blocks of all heads (plan.pages): pages that can be copied whole, and a chunk's layout.
+  RowsPages pages;
+  uint32_t bulk_pages = 0;
+  int chunk_copies = 1;  // one, or one a head
+  uint32_t chunk_head_stride = 0;
   float key_gain = 1.0f;        // undoes the codebook's factor without norm correction
   bool norm_correction = true;
   bool early_launch = false;  // the device has programmatic dependent launch

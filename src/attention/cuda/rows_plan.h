@@ -171,8 +171,86 @@ inline int rows_max_capacity(const SlotFormat& format, int shared_per_block, boo
   return 0;
 }
 
+// --- blocks of all KV heads ----------------------------------------------------------------------
+
+// Where the heads of 16 tokens lie together, a block takes all of them, and a group's slots arrive
+// as one bulk copy (or one a head): no lane's instructions, whole lines, and none of the sector by
+// sector passage through the load pipeline that bounds copies of single rows.
+inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRows = 8;
+inline constexpr int kRowsPagesRecord = 32;  // what warps know of a chunk
+
+struct RowsPages {
+  int warps = 0;  // 0: not this way
+  int lanes = 0;  // warps of one head
+  int stages = 0;
+  int chunk_bytes = 0;  // a group of all heads
+  int shared_bytes = 0;
+};
+
+struct RowsPagesMemory {
+  uint32_t bases = 0;    // of the sequence's table row, and of the first head's first slot
+  uint32_t factors = 0;  // each head's, and its largest element
+  uint32_t query = 0, ranges = 0, records = 0, table = 0;
+  uint32_t chunks = 0, high_chunks = 0;  // the first ones, and the others
+  int low_chunks = 0;
+  uint32_t exchange = 0;  // over chunks, when all are idle
+  uint32_t end = 0;
+
+  KVTILE_HD constexpr uint32_t chunk(int index, int bytes) const {
+    return index < low_chunks ? chunks + index * bytes : high_chunks + (index - low_chunks) * bytes;
+  }
+};
+
+KVTILE_HD constexpr RowsPagesMemory rows_pages_memory(const RowsSizes& sizes, int state_bytes,
+                                                      uint32_t base, int heads, int lanes,
+                                                      int stages, int chunk_bytes) {
+  RowsPagesMemory memory;
+  const int count = lanes * stages;
+  memory.bases = base;
+  memory.factors = base + 16;
+  memory.query = memory.factors + 8 * kRowsPagesMaxHeads;
+  memory.ranges = memory.query + heads * sizes.query;
+  memory.records = memory.ranges + sizes.ranges;
+  memory.chunks = memory.records + count * kRowsPagesRecord;
+  memory.low_chunks = count;
+  memory.exchange = memory.chunks;
+  uint32_t end = memory.chunks + count * chunk_bytes;
+  if (sizes.wide) {
+    const int most = static_cast<int>(kRowsWideTable - memory.chunks) / chunk_bytes;
+    if (most < count) memory.low_chunks = most;
+    memory.table = kRowsWideTable;
+    memory.high_chunks = memory.exchange = kRowsWideTable + sizes.table;
+    end = memory.high_chunks + (count - memory.low_chunks) * chunk_bytes;
+  }
+  const uint32_t exchanged = memory.exchange + heads * (lanes / 2) * state_bytes;
+  memory.end = end > exchanged ? end : exchanged;
+  return memory;
+}
+
+inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t chunk_bytes,
+                            int shared_per_block, bool wide_table) {
+  constexpr int kStaticBytes = 128;
+  if (!wide_table || num_kv_heads > kRowsPagesMaxHeads || chunk_bytes > shared_per_block) return {};
+  RowsPages pages;
+  pages.lanes = kRowsPagesWarps / num_kv_heads;
+  pages.warps = pages.lanes * num_kv_heads;
+  pages.chunk_bytes = static_cast<int>(chunk_bytes);
+  const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide_table);
+  for (pages.stages = 3; pages.stages >= 2; --pages.stages) {
+    const uint32_t end = rows_pages_memory(sizes, rows_state_bytes(format.head_dim, kRowsPagesRows),
+                                           kRowsSharedLatest, num_kv_heads, pages.lanes,
+                                           pages.stages, pages.chunk_bytes)
+                             .end;
+    pages.shared_bytes = static_cast<int>(end) - kRowsSharedStart;
+    if (pages.shared_bytes + kStaticBytes <= shared_per_block) return pages;
+  }
+  return {};
+}
+
 // --- the plan
 // --------------------------------------------------------------------------------------
+
+inline constexpr int kRowsMaxWaves = 4;
 
 struct RowsShape {
   int num_seqs = 0;
@@ -182,6 +260,7 @@ struct RowsShape {
   int group = 1;
   int head_dim = 0;
   int max_rows = kRowsMaxRows;  // of a tile that the device holds: 8, 16 or 32
+  bool pages = false;           // a block takes all KV heads, where eight rows are enough
   bool raw_chunk = false;
 };
 
@@ -195,6 +274,7 @@ struct RowsPlan {
       0;               // 0: a sequence's tiles follow from cu_seqlens; else max_q_len bounds them
   int num_splits = 1;  // key ranges of a tile; the raw chunk is one more
   bool raw_chunk = false;
+  bool pages = false;
 
   KVTILE_HD int num_states() const { return num_splits + (raw_chunk ? 1 : 0); }
 };
@@ -240,12 +320,14 @@ inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
   plan.num_subtiles = (shape.group - 1) / plan.heads_per_tile + 1;
   plan.rows = rows_capacity(plan.queries_per_tile * plan.heads_per_tile);
   plan.num_tiles = rows_num_tiles(shape, plan.queries_per_tile, shape.total_q, &plan.tiles_per_seq);
-  const int64_t units = plan.num_tiles * plan.num_subtiles * shape.num_kv_heads;
+  plan.pages = shape.pages && plan.rows == kRowsPagesRows;
+  const int64_t units =
+      plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
   // Blocks of the raw chunk are part of the wave.
   const int64_t chunk_units = plan.raw_chunk ? units : 0;
-  // Up to four waves: the fewest whose last one is nearly full, else the fullest.
+  // Up to kRowsMaxWaves: the fewest whose last one is nearly full, else the fullest.
   double best = 0.0;
-  for (int wave = 1; wave <= 4; ++wave) {
+  for (int wave = 1; wave <= kRowsMaxWaves; ++wave) {
     const int64_t slots = static_cast<int64_t>(wave) * resident_blocks;
     const int64_t splits = units > 0 ? (slots - chunk_units) / units : 0;
     if (splits < 1) continue;
@@ -273,7 +355,8 @@ inline int64_t rows_max_states(const RowsShape& shape, int resident_blocks) {
   }
   const int64_t subtiles = (shape.group - 1) / std::min(shape.group, shape.max_rows) + 1;
   const int64_t units = tiles * subtiles * shape.num_kv_heads;
-  return std::max<int64_t>(units * (shape.raw_chunk ? 2 : 1), int64_t{4} * resident_blocks);
+  return std::max<int64_t>(units * (shape.raw_chunk ? 2 : 1),
+                           int64_t{kRowsMaxWaves} * resident_blocks);
 }
 
 // Partial O [rows][head_dim] and (m, l) [rows][2] of every state, fp32.
@@ -283,8 +366,13 @@ inline size_t rows_state_floats(int rows, int head_dim) {
 
 inline size_t rows_workspace_bytes(const RowsShape& shape, int resident_blocks) {
   const RowsPlan plan = make_rows_plan(shape, resident_blocks);
-  return static_cast<size_t>(rows_max_states(shape, resident_blocks)) *
-         rows_state_floats(plan.rows, shape.head_dim) * sizeof(float);
+  // Whether a call has blocks of all heads depends on its addresses: room for either.
+  const int64_t page_rows =
+      shape.num_kv_heads <= kRowsPagesMaxHeads && shape.group <= kRowsPagesRows
+          ? int64_t{kRowsMaxWaves} * resident_blocks * shape.num_kv_heads * kRowsPagesRows
+          : 0;
+  const int64_t rows = std::max(rows_max_states(shape, resident_blocks) * plan.rows, page_rows);
+  return static_cast<size_t>(rows) * rows_state_floats(1, shape.head_dim) * sizeof(float);
 }
 
 }  // namespace kvtile::cuda

@@ -156,8 +156,8 @@ struct RowsPipeline {
     float x[kTiles][4], e[kTiles][4];
     uint32_t weights[kTiles][2];
     typename RowsWarp<Config>::Slots slots;
-    state.template score<kFast>(ring + stage, role.memory.table, role.memory.query + 16 * role.lane, p, role.g,
-                                role.c, x, &slots);
+    state.template score<kFast>(tokens<kFast>(ring + stage), role.memory.table,
+                                role.memory.query + 16 * role.lane, p, role.g, role.c, x, &slots);
     uint32_t visible = ~0u;
     if constexpr (!kFast) {
       // A stage that holds no group of this round still holds an older one, or nothing.
@@ -171,7 +171,7 @@ struct RowsPipeline {
         move<kFast>(state, x, slots, visible, e);
       state.template pack<kMasked>(e, slots, visible, weights);
       state.template add<kMasked>(e, slots, visible);
-      state.template accumulate<kFast>(ring + stage, weights, 0, role.g, role.c);
+      accumulate<kFast>(state, ring + stage, weights);
     } else {
       // Weights change hands through shared memory; a maximum that moves moves for both.
       const uint32_t buffer = role.scratch + Config::kScratchBytes +
@@ -196,11 +196,34 @@ struct RowsPipeline {
           ptx::ld_shared2(buffer + t * Config::kWeightBytes + 256 * n, &packed[n][0],
                           &packed[n][1]);
         }
-        state.template accumulate<false>(
-            role.team_ring + t * RowsRole<Config>::kWarpBytes + stage, packed, role.team_warp, role.g,
-            role.c);
+        accumulate<false>(state, role.team_ring + t * RowsRole<Config>::kWarpBytes + stage, packed);
       }
     }
+  }
+
+  // From what the loader noted of a stage's rows.
+  template <bool kPresent>
+  static __device__ uint32_t row_offset(uint32_t note) {
+    return kPresent ? note : note & 0x7fffffffu;
+  }
+  template <bool kPresent>
+  __device__ typename RowsWarp<Config>::Tokens tokens(uint32_t stage) const {
+    const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 4 * role.g;
+    const uint32_t note[2] = {ptx::ld_shared(notes), ptx::ld_shared(notes + 32)};
+    return {{stage + row_offset<kPresent>(note[0]), stage + row_offset<kPresent>(note[1])},
+            {static_cast<int>(note[0]) < 0, static_cast<int>(note[1]) < 0}};
+  }
+  template <bool kPresent>
+  __device__ void accumulate(RowsWarp<Config>& state, uint32_t stage,
+                             const uint32_t (&weights)[Config::kTiles][2]) const {
+    const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 8 * role.c;
+    uint32_t rows[4];
+    ptx::ld_shared2(notes, &rows[0], &rows[1]);
+    ptx::ld_shared2(notes + 32, &rows[2], &rows[3]);
+    const uint32_t first = stage + RowsWarp<Config>::value_offset(role.team_warp, role.g);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = first + row_offset<kPresent>(rows[i]);
+    state.accumulate(rows, weights, role.g);
   }
 
   template <bool kFast>
@@ -282,21 +305,17 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
 
   const int epoch_groups = warps * (kRowsEpochTokens / kRowsGroupTokens);
   RowsWarp<Config> state;
-  QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
+  constexpr int kMostRows = (Config::kRows - 1) / rows_min_warps(kRowsWide) + 1;
+  QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, kv_head, warp, warps,
+                                                                role.lane);
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      queries.template prepare<Config::kKey>(p, tile, role.memory.query, role.memory.ranges, role.memory.factor, warp,
-                                             warps, role.lane);
+      queries.template prepare<Config::kKey>(p, tile, role.memory.query, role.memory.ranges,
+                                             role.memory.factor, role.lane);
       state.factor = ptx::ld_shared_float(role.memory.factor);
-      if constexpr (Config::kQueryInRegisters) {
-#pragma unroll
-        for (int u = 0; u < Config::kHeadDim / 16 * Config::kTiles; ++u) {
-          ptx::ld_shared2(role.memory.query + u / 2 * 512 + 16 * role.lane + u % 2 * 8,
-                          &state.query[2 * u], &state.query[2 * u + 1]);
-        }
-      }
+      state.load_queries(role.memory.query + 16 * role.lane);
     }
     state.reset();
     pipeline.run(state);

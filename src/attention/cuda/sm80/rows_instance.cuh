@@ -4,13 +4,17 @@
 #include "src/attention/cuda/rows_start.cuh"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/attention/cuda/sm90/rows_pages.cuh"
 
 namespace kvtile::cuda {
 
 template <class Config>
 cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& residency,
                                int64_t blocks, cudaStream_t stream) {
-  const auto kernel = rows_kernel<Config>;
+  void (*kernel)(RowsParams) = rows_kernel<Config>;
+  if constexpr (Config::kTiles == 1) {
+    if (params.plan.pages) kernel = rows_pages_kernel<Config>;
+  }
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, residency.shared_bytes);
   if (error != cudaSuccess) return error;

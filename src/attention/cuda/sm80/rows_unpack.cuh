@@ -221,21 +221,23 @@ __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
   }
 }
 
-// The tile's queries: read at once, then made into fp16 B fragments [pair of (step, tile of 8
-// rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to a largest
-// element in [8, 16); with the rows' visible [begin, end) and the factor from dot products to log2
-// units. The whole block takes part; prepare() ends with a barrier, and the
-// word after `factor` was zeroed behind one.
-template <int kDim, int kRows>
+// Queries of a tile for one KV head: read at once, then made into fp16 B fragments [pair of (step,
+// tile of 8 rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to a
+// largest element in [8, 16); with the rows' visible [begin, end), if `ranges` is not 0, and the
+// factor from dot products to log2 units. A warp takes rows first, first + step, ..., at most kMost.
+// The whole block takes part: prepare() ends with a barrier, and the word after `factor` was zeroed
+// behind one.
+template <int kDim, int kRows, int kMost>
 struct QueryRows {
-  static constexpr int kMost = (kRows - 1) / rows_min_warps(kRowsWide) + 1;
+  int first, step;
   float x[kMost][kDim / 32];
 
-  __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int warp, int warps,
-                       int lane) {
+  __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int first_row,
+                       int row_step, int lane)
+      : first(first_row), step(row_step) {
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const int row = warp + i * warps;
+      const int row = first + i * step;
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) x[i][k] = 0.0f;
       if (row < tile.num_rows()) {
@@ -246,7 +248,7 @@ struct QueryRows {
 
   template <KeyCode kKey>
   __device__ void prepare(const RowsParams& p, const RowsTile& tile, uint32_t fragments,
-                          uint32_t ranges, uint32_t factor, int warp, int warps, int lane) {
+                          uint32_t ranges, uint32_t factor, int lane) {
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
@@ -270,7 +272,7 @@ struct QueryRows {
     if (p.a.softmax_scale < 0.0f) up = -up;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const int row = warp + i * warps;
+      const int row = first + i * step;
       if (row >= kRows) break;
       bool finite = true;
 #pragma unroll
@@ -284,7 +286,7 @@ struct QueryRows {
                                unit % 2 * 8 + 4 * at.reg + 2 * at.half,
                            finite ? float_to_half_bits(x[i][k] * up) : uint16_t{0x7e00});
       }
-      if (lane == 0) {
+      if (lane == 0 && ranges != 0) {
         int64_t begin = 0, end = 0;
         if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
         if (p.plan.raw_chunk) end = min(end, tile.cached_len);
@@ -294,7 +296,7 @@ struct QueryRows {
         ptx::st_shared2(ranges + 8 * row, word(begin), word(end));
       }
     }
-    if (warp == 0 && lane == 0) {
+    if (first == 0 && lane == 0) {
       const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
       ptx::st_shared_float(factor, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
     }

@@ -73,20 +73,34 @@ struct RowsWarp {
     ceiling = -1.0f;
   }
 
+  // `query_shared`: the lane's part of the fragments.
+  __device__ void load_queries(uint32_t query_shared) {
+    if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+      for (int u = 0; u < kSteps * kTiles; ++u) {
+        ptx::ld_shared2(query_shared + u / 2 * 512 + u % 2 * 8, &query[2 * u], &query[2 * u + 1]);
+      }
+    }
+  }
+
   // What a group's slots say, for the lane's tokens g and g + 8.
   struct Slots {
     float key_scale[2], value_scale[2], value_zero[2];
   };
 
-  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no row
-  // is marked as missing.
+  // Where the lane's tokens g and g + 8 lie, and whether they are visible without a page.
+  struct Tokens {
+    uint32_t slot[2];
+    bool lost[2];
+  };
+
+  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no token
+  // is lost.
   template <bool kPresent>
-  __device__ void score(uint32_t stage, uint32_t table, uint32_t query_shared, const RowsParams& p,
-                        int g, int c, float (&dot)[kTiles][4], Slots* slots) const {
-    const uint32_t rows = stage + kRowsGroupTokens * Config::kPitch;
-    const uint32_t row0 = ptx::ld_shared(rows + 4 * g), row1 = ptx::ld_shared(rows + 4 * g + 32);
-    const uint32_t slot0 = stage + slot_offset<kPresent>(row0);
-    const uint32_t slot1 = stage + slot_offset<kPresent>(row1);
+  __device__ void score(const Tokens& tokens, uint32_t table, uint32_t query_shared,
+                        const RowsParams& p, int g, int c, float (&dot)[kTiles][4],
+                        Slots* slots) const {
+    const uint32_t slot0 = tokens.slot[0], slot1 = tokens.slot[1];
     // One column tile alone would be a chain of dependent products.
     constexpr int kChains = kTiles == 1 ? 2 : 1;
     float chains[kChains][kTiles][4] = {};
@@ -142,8 +156,8 @@ struct RowsWarp {
     } else {
       slots->key_scale[0] = slots->key_scale[1] = factor;
     }
-    if (!kPresent && static_cast<int>(row0) < 0) slots->key_scale[0] = NAN;
-    if (!kPresent && static_cast<int>(row1) < 0) slots->key_scale[1] = NAN;
+    if (!kPresent && tokens.lost[0]) slots->key_scale[0] = NAN;
+    if (!kPresent && tokens.lost[1]) slots->key_scale[1] = NAN;
     slots->value_scale[0] = ptx::ld_shared_half(slot0 + Config::kScaleOffset);
     slots->value_scale[1] = ptx::ld_shared_half(slot1 + Config::kScaleOffset);
     slots->value_zero[0] = fmaf(slots->value_scale[0], Values::kCentre,
@@ -344,24 +358,15 @@ struct RowsWarp {
     ceiling = __any_sync(~0u, none) ? -1.0f : kRowsWeightLimit;
   }
 
-  // Where a row's slot starts in its stage, from what the loader noted.
-  template <bool kPresent>
-  static __device__ uint32_t slot_offset(uint32_t noted) {
-    return kPresent ? noted : noted & 0x7fffffffu;
+  // The lane's place in the values of a slot.
+  static __device__ uint32_t value_offset(int team_warp, int g) {
+    return Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
   }
 
-  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions.
-  template <bool kPresent>
-  __device__ void accumulate(uint32_t stage, const uint32_t (&weights)[kTiles][2], int team_warp,
-                             int g, int c) {
-    const uint32_t rows = stage + kRowsGroupTokens * Config::kPitch;
-    uint32_t value_rows[4];
-    ptx::ld_shared2(rows + 8 * c, &value_rows[0], &value_rows[1]);
-    ptx::ld_shared2(rows + 8 * c + 32, &value_rows[2], &value_rows[3]);
-    const uint32_t lane_bytes =
-        stage + Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value_rows[i] = lane_bytes + slot_offset<kPresent>(value_rows[i]);
+  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions. `value_rows`: the lane's places
+  // in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
+  __device__ void accumulate(const uint32_t (&value_rows)[4], const uint32_t (&weights)[kTiles][2],
+                             int g) {
 #pragma unroll
     for (int block = 0; block < Values::kBlocks; ++block) {
       uint32_t a[Values::kBlockTiles][4];
@@ -454,6 +459,71 @@ struct RowsWarp {
         for (int i = 0; i < 4; ++i) {
           ptx::st_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i),
                                o[m][n][i]);
+        }
+      }
+    }
+  }
+
+  // Adds a stored state of the same layout to this one.
+  __device__ void merge_state(uint32_t address) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float mine[2], theirs[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float other = ptx::ld_shared_float(address + 128 * (4 * n + r));
+        const float high = fmaxf(offset[n][r], other);
+        mine[r] = state_weight(offset[n][r], high);
+        theirs[r] = state_weight(other, high);
+        offset[n][r] = high;
+        l[n][r] = fmaf(ptx::ld_shared_float(address + 128 * (4 * n + 2 + r)), theirs[r],
+                       l[n][r] * mine[r]);
+      }
+#pragma unroll
+      for (int m = 0; m < kOutTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x = ptx::ld_shared_float(
+              address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
+          o[m][n][i] = fmaf(x, theirs[i % 2], o[m][n][i] * mine[i % 2]);
+        }
+      }
+    }
+  }
+
+  // To a partial state, or into what it holds already. One warp has the whole state.
+  __device__ void write_state(const RowsState& partial, int num_rows, bool merge, int lane) const {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 8 * n + 2 * c + r;
+        const bool owned = row < num_rows;
+        float high = offset[n][r], sum = l[n][r], mine = 1.0f, theirs = 0.0f;
+        if (merge && owned) {
+          const float other = partial.sums[2 * row];
+          high = fmaxf(high, other);
+          mine = state_weight(offset[n][r], high);
+          theirs = state_weight(other, high);
+          sum = fmaf(partial.sums[2 * row + 1], theirs, sum * mine);
+        }
+        __syncwarp();
+        if (!owned) continue;
+#pragma unroll
+        for (int m = 0; m < kOutTiles; ++m) {
+          const int d = Values::run(m / Values::kBlockTiles, g) + 2 * (m % Values::kBlockTiles);
+          float2* out = reinterpret_cast<float2*>(partial.out + row * kDim + d);
+          float2 x = {o[m][n][r] * mine, o[m][n][r + 2] * mine};
+          if (merge) {
+            const float2 old = *out;
+            x = {fmaf(old.x, theirs, x.x), fmaf(old.y, theirs, x.y)};
+          }
+          *out = x;
+        }
+        if (g == 0) {
+          partial.sums[2 * row] = high;
+          partial.sums[2 * row + 1] = sum;
         }
       }
     }
