@@ -92,8 +92,8 @@ uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_
 }
 
 RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan,
-                            const RowsPages& pages, int warps, Workspace workspace,
-                            int64_t states) {
+                            const RowsPages& pages, int warps, bool wide_table,
+                            Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -113,9 +113,13 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan,
     params.straight_pages = pages_within(call.cache, params.pool_end,
                                          last + 16 * (rows_granules(format.slot_bytes()) + 1));
   }
+  params.memory = rows_memory(rows_sizes(format, plan.rows, wide_table), kRowsSharedBase, warps);
   if (plan.pages) {
     const ChunkLayout layout = chunk_layout(call.cache);
     params.pages = pages;
+    params.pages_memory = rows_pages_memory(
+        rows_sizes(format, plan.rows, true), rows_state_bytes(format.head_dim, plan.rows),
+        kRowsSharedBase, call.cache.num_kv_heads, pages.lanes, pages.stages, pages.chunk_bytes);
     params.chunk_copies = layout.copies;
     params.chunk_head_stride = static_cast<uint32_t>(layout.head_stride);
     params.bulk_pages = pages_within(call.cache, params.pool_end,
@@ -225,7 +229,8 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
   const int64_t states = tile_states * shape.num_kv_heads;
   const int64_t blocks = plan.pages ? tile_states : states;
-  RowsParams params = make_rows_params(call, plan, pages, residency.warps, workspace, states);
+  RowsParams params = make_rows_params(call, plan, pages, residency.warps,
+                                       rows_wide_table(device.arch), workspace, states);
   params.early_launch = device.arch >= 90;
   if (blocks > 0) {
     KVTILE_RETURN_IF_ERROR(cuda_status(

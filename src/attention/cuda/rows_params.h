@@ -15,6 +15,7 @@ namespace kvtile::cuda {
 struct RowsParams {
   AttentionParams a;
   RowsPlan plan;
+  RowsMemory memory;              // of a block of one head
   float* partial_out = nullptr;   // [state][rows][head_dim]
   float* partial_sums = nullptr;  // [state][rows][offset, l]
   const std::byte* pool_end = nullptr;
@@ -27,6 +28,7 @@ struct RowsParams {
   uint32_t straight_pages = 0;  // pages whose slots' granules all lie inside the pool's bytes
   // Blocks of all heads (plan.pages): pages that can be copied whole, and a chunk's layout.
   RowsPages pages;
+  RowsPagesMemory pages_memory;
   uint32_t bulk_pages = 0;
   int chunk_copies = 1;  // one, or one a head
   uint32_t chunk_head_stride = 0;

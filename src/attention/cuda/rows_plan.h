@@ -89,7 +89,7 @@ constexpr RowsSizes rows_sizes(const SlotFormat& format, int rows, bool wide_tab
   return sizes;
 }
 
-// Shared addresses of a block whose dynamic part starts at `base`, a multiple of 16.
+// Shared addresses of a block from `base` on, a multiple of 16.
 struct RowsMemory {
   uint32_t bases = 0;   // of the sequence's table row and of the head's first slot
   uint32_t factor = 0;  // of the queries, and their largest element
@@ -130,17 +130,17 @@ KVTILE_HD constexpr RowsMemory rows_memory(const RowsSizes& sizes, uint32_t base
   return memory;
 }
 
-// The system keeps the first KiB; the dynamic part starts behind what is static.
-inline constexpr int kRowsSharedStart = 1024, kRowsSharedLatest = 2048;
+// The system keeps the first KiB, and what is static follows: addresses are counted from the second.
+inline constexpr int kRowsSharedStart = 1024, kRowsSharedBase = 2048;
 inline int rows_shared_bytes(const RowsSizes& sizes, int warps) {
-  return static_cast<int>(rows_memory(sizes, kRowsSharedLatest, warps).end) - kRowsSharedStart;
+  return static_cast<int>(rows_memory(sizes, kRowsSharedBase, warps).end) - kRowsSharedStart;
 }
 
 // Queries are prepared by at least this many warps.
 constexpr int rows_min_warps(bool wide_table) { return wide_table ? 8 : 4; }
 // Register budgets: 65536 over the threads of an SM, which holds one block.
 constexpr int rows_max_warps(int head_dim, int rows) {
-  if (rows == 8) return 16;
+  if (rows == 8) return 12;
   if (rows == 16) return head_dim == 256 ? 8 : 12;
   return 8;
 }
@@ -176,7 +176,8 @@ inline int rows_max_capacity(const SlotFormat& format, int shared_per_block, boo
 // Where the heads of 16 tokens lie together, a block takes all of them, and a group's slots arrive
 // as one bulk copy (or one a head): no lane's instructions, whole lines, and none of the sector by
 // sector passage through the load pipeline that bounds copies of single rows.
-inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRows = 8;
+inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRows = 8,
+                     kRowsPagesMaxStages = 5;
 inline constexpr int kRowsPagesRecord = 32;  // what warps know of a chunk
 
 struct RowsPages {
@@ -236,9 +237,9 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
   pages.warps = pages.lanes * num_kv_heads;
   pages.chunk_bytes = static_cast<int>(chunk_bytes);
   const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide_table);
-  for (pages.stages = 3; pages.stages >= 2; --pages.stages) {
+  for (pages.stages = kRowsPagesMaxStages; pages.stages >= 2; --pages.stages) {
     const uint32_t end = rows_pages_memory(sizes, rows_state_bytes(format.head_dim, kRowsPagesRows),
-                                           kRowsSharedLatest, num_kv_heads, pages.lanes,
+                                           kRowsSharedBase, num_kv_heads, pages.lanes,
                                            pages.stages, pages.chunk_bytes)
                              .end;
     pages.shared_bytes = static_cast<int>(end) - kRowsSharedStart;

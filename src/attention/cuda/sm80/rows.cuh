@@ -24,19 +24,18 @@ template <class Config>
 struct RowsRole {
   static constexpr int kWarpBytes = Config::kSizes.warp;
   int lane, g, c, team, team_warp, teams;
-  RowsMemory memory;
+  const RowsMemory& memory;
   uint32_t scratch, team_ring;  // of its team
 
-  __device__ RowsRole(uint32_t shared, int warp, int warps, int lane_id)
+  __device__ RowsRole(const RowsMemory& shared, int warp, int warps, int lane_id)
       : lane(lane_id),
         g(lane_id >> 2),
         c(lane_id & 3),
         team(warp / Config::kTeamWarps),
         team_warp(warp % Config::kTeamWarps),
-        teams(warps / Config::kTeamWarps) {
-    constexpr RowsSizes kSizes = Config::kSizes;
-    memory = rows_memory(kSizes, shared, warps);
-    scratch = memory.teams + team * kSizes.team;
+        teams(warps / Config::kTeamWarps),
+        memory(shared) {
+    scratch = memory.teams + team * Config::kSizes.team;
     // Computed once: the compiler would do it again for every group.
     team_ring = __shfl_sync(~0u, memory.ring(team * Config::kTeamWarps, kWarpBytes), 0);
   }
@@ -60,25 +59,22 @@ struct RowsPipeline {
 
   const RowsParams& p;
   const RowsRole<Config>& role;
+  const RowsRange& range;
   Loader loader;
   int position;                  // of the warp's group: its first token's distance from range.begin
   int team_position;             // of the team's first group
   int stride;                    // from a group to the warp's next
-  int begin;                     // range.begin
-  int end;                       // of the groups of this pipeline
-  int common_begin, common_end;  // positions every row of the tile sees
-  // Distances from range.begin of groups that every row sees whole, when there is no soft cap.
-  int fast_begin;
-  uint32_t fast_length;
+  int end;            // of the groups of this pipeline
   int careful_rounds;  // until the last careful copy has left the ring
   typename Loader::Place next;
 
   // Reads pages and starts the first copies.
   __device__ RowsPipeline(const RowsParams& params, const RowsRole<Config>& warp_role,
-                          const RowsTile& tile, const RowsRange& range, int first_group,
+                          const RowsTile& tile, const RowsRange& keys, int first_group,
                           int end_group)
       : p(params),
         role(warp_role),
+        range(keys),
         loader(params, tile, range, warp_role.memory.bases, end_group,
                first_distance(range, first_group, warp_role.team * Config::kTeamWarps +
                                                        warp_role.team_warp),
@@ -87,20 +83,7 @@ struct RowsPipeline {
                                 warp_role.team * Config::kTeamWarps + warp_role.team_warp)),
         team_position(first_distance(range, first_group, warp_role.team * Config::kTeamWarps)),
         stride(warp_role.teams * Config::kTeamWarps * kRowsGroupTokens),
-        begin(range.begin),
         end(range.origin + end_group * kRowsGroupTokens - range.begin) {
-    common_begin = 0;
-    common_end = tile.first_position < 0 ? 0 : range.end;
-    if (p.a.window > 0) {
-      const int64_t last = tile.first_position + tile.num_queries - 1;
-      common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
-    }
-    if (p.a.causal) {
-      common_end = static_cast<int>(min(tile.first_position + 1, int64_t{common_end}));
-    }
-    fast_begin = max(common_begin - begin, 0);
-    const int fast_end = min(common_end - begin, end) - kRowsGroupTokens + 1;
-    fast_length = p.a.softcap > 0.0f ? 0 : static_cast<uint32_t>(max(fast_end - fast_begin, 0));
     careful_rounds = 0;
     typename Loader::Place places[kStages];
 #pragma unroll
@@ -122,16 +105,15 @@ struct RowsPipeline {
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
       const int ahead = position + (kStages - 1) * stride;
-      const bool fast = static_cast<uint32_t>(position - fast_begin) < fast_length &&
-                        careful_rounds <= 0 && loader.is_straight(ahead, next);
+      const bool fast = range.is_fast(position) && careful_rounds <= 0 && loader.is_straight(ahead, next);
       --careful_rounds;
       if (__all_sync(~0u, fast)) [[likely]] {
         step<true>(state, 0, true, stage, fill, parity);
       } else {
         // A warp without a group in its team's last round sees nothing.
-        const int base = position < end ? begin + position : 0x7fffff00;
-        const bool all_visible = base >= common_begin && base + kRowsGroupTokens <= common_end;
-        step<false>(state, base, all_visible, stage, fill, parity);
+        const bool none = position >= end;
+        step<false>(state, none ? 0x7fffff00 : range.begin + position,
+                    !none && range.all_visible(position), stage, fill, parity);
       }
       parity ^= 1;
       stage = stage + Config::kStageBytes == Config::kRingBytes ? 0 : stage + Config::kStageBytes;
@@ -256,12 +238,11 @@ struct RowsPipeline {
 template <class Config>
 __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     rows_kernel(const __grid_constant__ RowsParams p) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
   // Kept out of the registers of the main loop.
   __shared__ RowsTile tile;
   __shared__ RowsRange range;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const RowsRole<Config> role(ptx::shared_address(shared_memory), warp, warps, threadIdx.x & 31);
+  const RowsRole<Config> role(p.memory, warp, warps, threadIdx.x & 31);
 
   // Heads vary fastest: neighbouring heads of a token share sectors.
   uint32_t block = blockIdx.x;

@@ -11,10 +11,24 @@
 
 namespace kvtile::cuda {
 
-// The keys of a block: positions [begin, end), in groups of 16 counted from `origin`.
+// The keys of a block: positions [begin, end), in groups of 16 counted from `origin`. Distances are
+// counted from `begin`.
 struct RowsRange {
   int origin, begin, end;
   int first_group, end_group;
+  int to_table;                  // from a distance to a place in the table row
+  int common_begin, common_end;  // positions every row of the tile sees
+  // Distances of groups that every row sees whole, when there is no soft cap.
+  int fast_begin;
+  uint32_t fast_length;
+
+  __device__ bool is_fast(int distance) const {
+    return static_cast<uint32_t>(distance - fast_begin) < fast_length;
+  }
+  __device__ bool all_visible(int distance) const {
+    const int position = begin + distance;
+    return position >= common_begin && position + kRowsGroupTokens <= common_end;
+  }
 };
 
 __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTile& tile,
@@ -34,6 +48,18 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
     const int share = (groups - 1) / p.plan.num_splits + 1;
     range.first_group = static_cast<int>(min(int64_t{split} * share, int64_t{groups}));
     range.end_group = min(range.first_group + share, groups);
+  }
+  range.to_table =
+      static_cast<int>(max(int64_t{range.begin} - tile.table_position, int64_t{-0x40000000}));
+  range.common_end = tile.first_position < 0 ? 0 : range.end;
+  if (p.a.window > 0) range.common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
+  if (p.a.causal) {
+    range.common_end = static_cast<int>(min(tile.first_position + 1, int64_t{range.common_end}));
+  }
+  range.fast_begin = max(range.common_begin - range.begin, 0);
+  const int fast_end = range.common_end - range.begin - kRowsGroupTokens + 1;
+  if (!(p.a.softcap > 0.0f)) {
+    range.fast_length = static_cast<uint32_t>(max(fast_end - range.fast_begin, 0));
   }
   return range;
 }
@@ -85,8 +111,7 @@ struct RowsLoader {
     const int64_t end =
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens);
     span = static_cast<int>(end - range.begin);
-    to_table =
-        static_cast<int>(max(int64_t{range.begin} - tile.table_position, int64_t{-0x40000000}));
+    to_table = range.to_table;
     const int at = distance + to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
     index = at >= 0 ? at / block : -((block - 1 - at) / block);
     offset = at - index * block;

@@ -235,13 +235,17 @@ struct QueryRows {
   __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int first_row,
                        int row_step, int lane)
       : first(first_row), step(row_step) {
+    // Rows that are not there are read as the last one, so that all loads are in flight together.
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const int row = first + i * step;
+      const int row = min(first + i * step, tile.num_rows() - 1);
+      load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
+    }
 #pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) x[i][k] = 0.0f;
-      if (row < tile.num_rows()) {
-        load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
+    for (int i = 0; i < kMost; ++i) {
+#pragma unroll
+      for (int k = 0; k < kDim / 32; ++k) {
+        if (first + i * step >= tile.num_rows()) x[i][k] = 0.0f;
       }
     }
   }
@@ -278,9 +282,11 @@ struct QueryRows {
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) finite = finite && fabsf(x[i][k]) < INFINITY;
       finite = __all_sync(~0u, finite);
+      // Places are worked out for each row: for all at once they would not fit the registers.
+      const int mine = __shfl_sync(~0u, lane, lane);
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) {
-        const FragmentPlace at = RowsKeys<kKey, kDim>::place(lane + 32 * k);
+        const FragmentPlace at = RowsKeys<kKey, kDim>::place(mine + 32 * k);
         const int unit = at.step * (kRows / 8) + row / 8;
         ptx::st_shared_u16(fragments + unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) +
                                unit % 2 * 8 + 4 * at.reg + 2 * at.half,

@@ -17,10 +17,11 @@
 
 namespace kvtile::cuda {
 
-// A chunk's record: barrier, address, note, and how many warps have left it. A note that is not 0
+// A chunk's record: barrier, address, note, how many warps have left it, and the place of the first
+// group it takes. A note that is not 0
 // marks a chunk filled by hand; its low bits, tokens that are visible but have no page.
 struct RowsRecord {
-  static constexpr int kAddress = 8, kNote = 12, kLeft = 16;
+  static constexpr int kAddress = 8, kNote = 12, kLeft = 16, kPlace = 24;
   static constexpr uint32_t kByHand = 1u << 16;
 };
 
@@ -37,7 +38,7 @@ struct RowsPagesPipeline {
   };
 
   const RowsParams& p;
-  const RowsPagesMemory& memory;
+  const RowsRange& range;
   int lane, g, c, head;
   uint32_t records, records_end;  // of the warp's lane of pages
   uint32_t key_offset;            // of token g's slot in a chunk
@@ -45,28 +46,26 @@ struct RowsPagesPipeline {
   uint32_t query;
   bool straight_groups;
   // Of the epoch.
-  int position, stride, begin, span, to_table;
+  int position, stride, span;
   int index;        // in the table row, of the group that is located next
   uint32_t offset;  // of that group in its page
-  int common_begin, common_end, fast_begin;
-  uint32_t fast_length;
   Place next;
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
 
-  __device__ RowsPagesPipeline(const RowsParams& params, const RowsPagesMemory& shared,
-                               const RowsTile& tile, int warp, int lane_id)
-      : p(params), memory(shared), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
+  __device__ RowsPagesPipeline(const RowsParams& params, const RowsTile& tile, const RowsRange& keys,
+                               int warp, int lane_id)
+      : p(params), range(keys), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
     head = warp % p.a.cache.num_kv_heads;
     const int page_lane = warp / p.a.cache.num_kv_heads;
     const int bytes = p.pages.stages * kRowsPagesRecord;
-    records = record = memory.records + page_lane * bytes;
+    records = record = p.pages_memory.records + page_lane * bytes;
     records_end = records + bytes;
     const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
     key_offset = keep(head * p.chunk_head_stride + g * stride_token);
     value_offset =
         keep(head * p.chunk_head_stride + 2 * c * stride_token + Warp::value_offset(0, g));
-    query = memory.query + head * Config::kSizes.query + 16 * lane;
+    query = p.pages_memory.query + head * Config::kSizes.query + 16 * lane;
     straight_groups = (tile.table_position & (kRowsGroupTokens - 1)) == 0;
   }
 
@@ -74,42 +73,41 @@ struct RowsPagesPipeline {
   __device__ uint32_t keep(uint32_t x) const { return __shfl_sync(~0u, x, lane); }
 
   // Reads pages and starts the first copies.
-  __device__ void start(const RowsTile& tile, const RowsRange& range, int first_group,
-                        int end_group) {
-    const int page_lane = static_cast<int>(records - memory.records) /
+  __device__ void start(int first_group, int end_group) {
+    const int page_lane = static_cast<int>(records - p.pages_memory.records) /
                           (p.pages.stages * kRowsPagesRecord);
-    begin = range.begin;
     stride = p.pages.lanes * kRowsGroupTokens;
     position = range.origin - range.begin + (first_group + page_lane) * kRowsGroupTokens;
     span = static_cast<int>(min(int64_t{range.end}, int64_t{range.origin} +
                                                         int64_t{end_group} * kRowsGroupTokens) -
                             range.begin);
-    to_table =
-        static_cast<int>(max(int64_t{range.begin} - tile.table_position, int64_t{-0x40000000}));
-    const int at = position + to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
+    const int at = position + range.to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
     index = at >= 0 ? at / block : -((block - 1 - at) / block);
     offset = at - index * block;
-    common_begin = 0;
-    common_end = tile.first_position < 0 ? 0 : range.end;
-    if (p.a.window > 0) {
-      const int64_t last = tile.first_position + tile.num_queries - 1;
-      common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
-    }
-    if (p.a.causal) {
-      common_end = static_cast<int>(min(tile.first_position + 1, int64_t{common_end}));
-    }
-    fast_begin = max(common_begin - begin, 0);
-    const int fast_end = min(common_end - begin, span) - kRowsGroupTokens + 1;
-    fast_length = p.a.softcap > 0.0f ? 0 : static_cast<uint32_t>(max(fast_end - fast_begin, 0));
+    // All pages are asked for before one is waited for.
     uint32_t filled = record;
-#pragma unroll 1
-    for (int s = 0; s < p.pages.stages; ++s) {
-      const int distance = position + s * stride;
-      const Place place = locate(distance);
-      if (head == 0) issue(distance, place, filled);
+#pragma unroll
+    for (int s = 0; s < kRowsPagesMaxStages; ++s) {
+      if (s >= p.pages.stages) break;
+      const Place place = locate(position + s * stride);
+      if (head == 0) {
+        ptx::st_shared2(filled + RowsRecord::kPlace, static_cast<uint32_t>(place.page),
+                        place.offset);
+      }
       filled = after(filled);
     }
     next = locate(position + p.pages.stages * stride);
+    if (head != 0) return;
+    __syncwarp();
+#pragma unroll 1
+    for (int s = 0; s < p.pages.stages; ++s) {
+      uint32_t page;
+      Place place;
+      ptx::ld_shared2(filled + RowsRecord::kPlace, &page, &place.offset);
+      place.page = static_cast<int>(page);
+      issue(position + s * stride, place, filled);
+      filled = after(filled);
+    }
   }
 
   __device__ uint32_t after(uint32_t r) const {
@@ -121,7 +119,7 @@ struct RowsPagesPipeline {
       ptx::mbarrier_wait(record, static_cast<int>(parity));
       uint32_t chunk, note;
       ptx::ld_shared2(record + RowsRecord::kAddress, &chunk, &note);
-      const bool fast = static_cast<uint32_t>(position - fast_begin) < fast_length && note == 0;
+      const bool fast = range.is_fast(position) && note == 0;
       if (__all_sync(~0u, fast)) [[likely]] {
         step<true>(state, chunk, note);
       } else {
@@ -154,7 +152,7 @@ struct RowsPagesPipeline {
     typename Warp::Slots slots;
     const uint32_t slot = chunk + key_offset;
     const bool lost[2] = {((note >> g) & 1) != 0, ((note >> (g + 8)) & 1) != 0};
-    state.template score<kFast>({{slot, slot + 8 * stride_token}, {lost[0], lost[1]}}, memory.table,
+    state.template score<kFast>({{slot, slot + 8 * stride_token}, {lost[0], lost[1]}}, p.pages_memory.table,
                                 query, p, g, c, x, &slots);
     uint32_t visible = ~0u;
     if constexpr (!kFast) {
@@ -163,10 +161,8 @@ struct RowsPagesPipeline {
       for (int i = 0; i < 2; ++i) {
         if (lost[i] || !sees(position + g + 8 * i)) slots.value_scale[i] = 0.0f;
       }
-      const int base = begin + position;
-      const bool all_visible = base >= common_begin && base + kRowsGroupTokens <= common_end;
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, memory.ranges + 16 * c,
-                                     base + g);
+      visible = state.scale_and_hide(x, slots, p.a.softcap, range.all_visible(position),
+                                     p.pages_memory.ranges + 16 * c, range.begin + position + g);
     }
     if (__any_sync(~0u, state.template exponentials<kMasked>(x, slots, visible, e))) [[unlikely]] {
       if constexpr (kFast) state.scale_scores(x, slots);
@@ -184,7 +180,7 @@ struct RowsPagesPipeline {
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
   __device__ const int32_t* table_row() const {
-    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(memory.bases));
+    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(p.pages_memory.bases));
   }
 
   // Reads the page of the next group, which is at `distance`.
@@ -209,7 +205,7 @@ struct RowsPagesPipeline {
     if (straight_groups && static_cast<uint32_t>(place.page) < p.bulk_pages) {
       if (lane != 0) return;
       const uint64_t source =
-          ptx::ld_shared_u64(memory.bases + 8) +
+          ptx::ld_shared_u64(p.pages_memory.bases + 8) +
           static_cast<uint64_t>(static_cast<uint32_t>(place.page)) * p.page_stride +
           static_cast<uint64_t>(place.offset) * static_cast<uint32_t>(p.a.cache.stride_token);
       ptx::st_shared(into + RowsRecord::kNote, 0);
@@ -227,14 +223,14 @@ struct RowsPagesPipeline {
 #pragma unroll 1
     for (int token = 0; token < kRowsGroupTokens; ++token) {
       if (!sees(distance + token)) continue;
-      const int at = distance + token + to_table;
+      const int at = distance + token + range.to_table;
       const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
       const int page = at >= 0 && block < p.table_pages ? __ldg(table_row() + block) : -1;
       if (static_cast<uint32_t>(page) >= p.pool_pages) {
         lost |= 1u << token;
         continue;
       }
-      const auto* slots = reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(memory.bases + 8)) +
+      const auto* slots = reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.pages_memory.bases + 8)) +
                           static_cast<uint32_t>(page) * p.a.cache.stride_block +
                           (at - block * p.a.cache.block_divisor.divisor) * p.a.cache.stride_token;
 #pragma unroll 1
@@ -281,16 +277,11 @@ template <class Config>
 __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     rows_pages_kernel(const __grid_constant__ RowsParams p) {
   if constexpr (kRowsWide) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
     __shared__ RowsTile tile;
     __shared__ RowsRange range;
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5, lane = threadIdx.x & 31;
     const int heads = p.a.cache.num_kv_heads, head = warp % heads, page_lane = warp / heads;
-    constexpr RowsSizes kSizes = Config::kSizes;
-    const RowsPagesMemory memory = rows_pages_memory(
-        kSizes, rows_state_bytes(Config::kHeadDim, Config::kRows),
-        ptx::shared_address(shared_memory), heads, p.pages.lanes, p.pages.stages,
-        p.pages.chunk_bytes);
+    const RowsPagesMemory& memory = p.pages_memory;
 
     uint32_t block = blockIdx.x;
     const int split = block % p.plan.num_states();
@@ -344,9 +335,9 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
 
     const int epoch_groups = p.pages.lanes * (kRowsEpochTokens / kRowsGroupTokens);
     RowsWarp<Config> state;
-    RowsPagesPipeline<Config> pipeline(p, memory, tile, warp, lane);
+    RowsPagesPipeline<Config> pipeline(p, tile, range, warp, lane);
     for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
-      pipeline.start(tile, range, first, min(range.end_group, first + epoch_groups));
+      pipeline.start(first, min(range.end_group, first + epoch_groups));
       if (first == range.first_group) {
         constexpr int kMostRows = kRowsPagesRows / (kRowsPagesWarps / kRowsPagesMaxHeads);
         QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, head, page_lane,
