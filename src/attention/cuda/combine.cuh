@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps)
 #endif
 
   // The warp's share, relative to its own maximum; a batch's loads are in flight together.
-  constexpr int kBatch = kDim == 256 ? 4 : 8;
+  constexpr int kBatch = 9;  // 144 states at once
   float high = -INFINITY, sum = 0.0f, out[kElements] = {};
   for (int first = warp; owned && first < states; first += kBatch * warps) {
     float offset[kBatch], l[kBatch], x[kBatch][kElements];

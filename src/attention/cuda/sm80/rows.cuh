@@ -105,7 +105,7 @@ struct RowsPipeline {
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
       const int ahead = position + (kStages - 1) * stride;
-      const bool fast = range.is_fast(position) && careful_rounds <= 0 && loader.is_straight(ahead, next);
+      const bool fast = position < end && range.is_fast(position) && careful_rounds <= 0 && loader.is_straight(ahead, next);
       --careful_rounds;
       if (__all_sync(~0u, fast)) [[likely]] {
         step<true>(state, 0, true, stage, fill, parity);

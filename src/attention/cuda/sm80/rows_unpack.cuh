@@ -235,17 +235,13 @@ struct QueryRows {
   __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int first_row,
                        int row_step, int lane)
       : first(first_row), step(row_step) {
-    // Rows that are not there are read as the last one, so that all loads are in flight together.
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      const int row = min(first + i * step, tile.num_rows() - 1);
-      load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
-    }
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
 #pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) {
-        if (first + i * step >= tile.num_rows()) x[i][k] = 0.0f;
+      for (int k = 0; k < kDim / 32; ++k) x[i][k] = 0.0f;
+      const int row = first + i * step;
+      if (row < tile.num_rows()) {
+        load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
       }
     }
   }
@@ -256,6 +252,7 @@ struct QueryRows {
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
+      if (first + i * step >= tile.num_rows()) break;
       if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x[i], lane);
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) {

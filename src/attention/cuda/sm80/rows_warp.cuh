@@ -104,7 +104,8 @@ struct RowsWarp {
     // One column tile alone would be a chain of dependent products.
     constexpr int kChains = kTiles == 1 ? 2 : 1;
     float chains[kChains][kTiles][4] = {};
-    float norm0[2][4] = {}, norm1[2][4] = {};
+    constexpr int kNorms = Config::kQueryInRegisters ? 1 : 2;
+    float norm0[kNorms][4] = {}, norm1[kNorms][4] = {};
     const Keys keys(table);
     // The loop of a wide head would not fit the instruction cache.
     constexpr int kUnroll = kDim <= 128 ? Keys::kBlocks : (Keys::kBlocks + 1) / 2;
@@ -128,8 +129,8 @@ struct RowsWarp {
           // would have to be moved into place.
           ptx::mma_m16n8k8(norm0[0], a[s][0], a[s][1], a[s][0]);
           ptx::mma_m16n8k8(norm1[0], a[s][0], a[s][1], a[s][1]);
-          ptx::mma_m16n8k8(norm0[1], a[s][2], a[s][3], a[s][2]);
-          ptx::mma_m16n8k8(norm1[1], a[s][2], a[s][3], a[s][3]);
+          ptx::mma_m16n8k8(norm0[kNorms - 1], a[s][2], a[s][3], a[s][2]);
+          ptx::mma_m16n8k8(norm1[kNorms - 1], a[s][2], a[s][3], a[s][3]);
         }
       }
     }
@@ -142,8 +143,12 @@ struct RowsWarp {
     }
 
     if constexpr (kRotatedKeys<Config::kKey>) {
-      const float square0 = (g & 1) != 0 ? norm0[0][1] + norm0[1][1] : norm0[0][0] + norm0[1][0];
-      const float square1 = (g & 1) != 0 ? norm1[0][3] + norm1[1][3] : norm1[0][2] + norm1[1][2];
+      float square0 = (g & 1) != 0 ? norm0[0][1] : norm0[0][0];
+      float square1 = (g & 1) != 0 ? norm1[0][3] : norm1[0][2];
+      if constexpr (kNorms == 2) {
+        square0 += (g & 1) != 0 ? norm0[1][1] : norm0[1][0];
+        square1 += (g & 1) != 0 ? norm1[1][3] : norm1[1][2];
+      }
       const int owner = 4 * g + (g >> 1);
       float inverse0 = ptx::rsqrt(__shfl_sync(~0u, square0, owner));
       float inverse1 = ptx::rsqrt(__shfl_sync(~0u, square1, owner));
