@@ -193,7 +193,6 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
   if (shape.max_rows == 0) {
     return unsupported("device", device.name, "more shared memory a block");
   }
-  const RowsResidency residency = residency_of(call, shape, device);
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
