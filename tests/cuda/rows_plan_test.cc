@@ -165,9 +165,8 @@ TEST(RowsPlanTest, BlocksOfAllHeadsFitTheirMemory) {
           EXPECT_LE(pages.shared_bytes, device.shared_per_block);
           const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide);
           const int state = rows_state_bytes(head_dim, kRowsPagesRows);
-          const RowsPagesMemory memory =
-              rows_pages_memory(sizes, state, kRowsSharedBase, heads, pages.lanes, pages.stages,
-                                pages.chunk_bytes);
+          const RowsPagesMemory memory = rows_pages_memory(
+              sizes, state, kRowsSharedBase, heads, pages.lanes, pages.stages, pages.chunk_bytes);
           const int count = pages.lanes * pages.stages;
           std::vector<Region> regions = {
               {kRowsSharedBase, memory.records + count * kRowsPagesRecord},
