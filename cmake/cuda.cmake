@@ -6,10 +6,6 @@ set_property(CACHE KVTILE_CUDA PROPERTY STRINGS ON OFF AUTO)
 set(KVTILE_CUDA_ARCHITECTURES "80-real;90a-real;120-real;120-virtual" CACHE STRING
   "GPU architectures; 86-real and 89-real may be added")
 
-# Attention on the GPU is being brought up: its kernels were run alone, the rows of the backend table
-# were not.
-option(KVTILE_CUDA_ATTENTION "Build the CUDA attention kernels (in progress)" OFF)
-
 set(KVTILE_WITH_CUDA OFF)
 if(KVTILE_CUDA)
   set(CMAKE_CUDA_ARCHITECTURES ${KVTILE_CUDA_ARCHITECTURES})
@@ -38,12 +34,8 @@ find_package(Python3 REQUIRED COMPONENTS Interpreter)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
-file(GLOB KVTILE_CUDA_SOURCES CONFIGURE_DEPENDS src/codec/*.cu src/attention/cuda/tile_image.cu)
-if(KVTILE_CUDA_ATTENTION)
-  file(GLOB attention_sources CONFIGURE_DEPENDS src/attention/cuda/*.cu src/attention/cuda/*/*.cu)
-  list(APPEND KVTILE_CUDA_SOURCES ${attention_sources})
-  list(REMOVE_DUPLICATES KVTILE_CUDA_SOURCES)
-endif()
+file(GLOB KVTILE_CUDA_SOURCES CONFIGURE_DEPENDS
+  src/codec/*.cu src/attention/cuda/*.cu src/attention/cuda/*/*.cu)
 set(budgets ${CMAKE_CURRENT_SOURCE_DIR}/cmake/kernel_budgets.txt)
 set(checker ${CMAKE_CURRENT_SOURCE_DIR}/cmake/check_resources.py)
 set_source_files_properties(${KVTILE_CUDA_SOURCES} PROPERTIES OBJECT_DEPENDS "${budgets};${checker}")

@@ -39,7 +39,7 @@ int64_t stored_state_bytes(const AttentionCall& call) {
                     kAlignment);
 }
 
-Status supports(const AttentionCall&) { return {}; }
+Status supports(const AttentionCall&, const RunOptions&) { return {}; }
 
 Status workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
   const int64_t threads = resolve_num_threads(options.num_threads);
