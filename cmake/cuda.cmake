@@ -1,6 +1,6 @@
-# The CUDA backend: kernels for sm_80 (every 8.x), sm_90a and sm_120, and PTX for what follows. The
-# CPU-only build never sees this. Each kernel's registers, shared memory and spills are checked as it
-# is compiled.
+# The CUDA backend, codec and attention: kernels for sm_80 (every 8.x), sm_90a and sm_120, and PTX
+# for what follows. The CPU-only build never sees this. Each kernel's registers, shared memory and
+# spills are checked as it is compiled.
 set(KVTILE_CUDA OFF CACHE STRING "CUDA backend: ON, OFF, or AUTO (ON where nvcc is found)")
 set_property(CACHE KVTILE_CUDA PROPERTY STRINGS ON OFF AUTO)
 set(KVTILE_CUDA_ARCHITECTURES "80-real;90a-real;120-real;120-virtual" CACHE STRING

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "tests/testing/cases.h"
+#include "tests/testing/compare.h"
 #include "tests/testing/generate.h"
 
 namespace kvtile::cuda {
@@ -49,8 +50,7 @@ AttentionCall make_call(const SlotFormat& format, int num_kv_heads, int group, i
 }
 
 double chosen_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
-  const bool rows =
-      largest_packed_rows(call) <= kRowsMaxPackedRows && rows_are_cheaper(call, device);
+  const bool rows = check_packed_rows(call).ok() && rows_are_cheaper(call, device);
   return rows ? rows_cost_us(call, seq_len, device) : tile_cost_us(call, seq_len, device);
 }
 
@@ -114,6 +114,20 @@ TEST(CostTest, ChoiceHasNoCliff) {
   });
 }
 
+// More rows never lead back to the rows engine: the workspace of "cuda" counts on it.
+TEST(CostTest, ChoiceSwitchesOnce) {
+  for_each_shape([](const DeviceInfo& device, const SlotFormat& format, int, int num_seqs) {
+    for (int group = 1; group <= 256; ++group) {
+      bool rows = true;
+      for (int64_t q_len = 1; q_len * group <= kRowsMaxPackedRows; ++q_len) {
+        const bool now = rows_are_cheaper(make_call(format, 4, group, num_seqs, q_len), device);
+        ASSERT_TRUE(rows || !now) << "group " << group << " q_len " << q_len;
+        rows = now;
+      }
+    }
+  });
+}
+
 TEST(CostTest, FewRowsGoToTheRowsEngineAndManyToTheTileEngine) {
   for (const testing::FormatName& name : testing::format_names()) {
     for (int head_dim : {64, 128, 256}) {
@@ -150,6 +164,19 @@ TEST(CostTest, UnknownRowsAreBoundedByTheBatch) {
   EXPECT_EQ(largest_q_len(call), 128);
   call.max_q_len = 1000;
   EXPECT_EQ(largest_q_len(call), 128);
+}
+
+TEST(CostTest, RowsEngineRefusesByPackedRows) {
+  const SlotFormat format = testing::make_format("4bit_nc", 128);
+  EXPECT_TRUE(check_packed_rows(make_call(format, 8, 4, 1, 64)).ok());
+  EXPECT_TRUE(check_packed_rows(make_call(format, 1, 256, 300, 1)).ok());
+  EXPECT_TRUE(testing::fails_with(check_packed_rows(make_call(format, 8, 4, 1, 65)),
+                                  StatusCode::kUnsupported, "max_q_len: got 65"));
+  // A hint makes the difference: without it one sequence may own the batch.
+  AttentionCall call = make_call(format, 8, 4, 128, 1);
+  EXPECT_TRUE(check_packed_rows(call).ok());
+  call.max_q_len = 0;
+  EXPECT_FALSE(check_packed_rows(call).ok());
 }
 
 // Figures of docs/kernels/rows.md and tile.md.

@@ -22,13 +22,7 @@ Status rows_device(const AttentionCall& call, const RunOptions& options,
                    const DeviceInfo** device) {
   KVTILE_RETURN_IF_ERROR(backend_device(kRows, options.device, device));
   KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(call.cache, kRows));
-  if (cuda::largest_packed_rows(call) > cuda::kRowsMaxPackedRows) {
-    return unsupported(
-        "max_q_len", cuda::largest_q_len(call),
-        fmt::format("at most {} packed rows of a KV head (x {} heads of a group) on "
-                    "backend {}",
-                    cuda::kRowsMaxPackedRows, call.num_heads / call.cache.num_kv_heads, kRows));
-  }
+  KVTILE_RETURN_IF_ERROR(cuda::check_packed_rows(call));
   return cuda::cuda_rows_supports(call, **device);
 }
 

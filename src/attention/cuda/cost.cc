@@ -5,6 +5,7 @@
 
 #include "src/attention/cuda/rows_plan.h"
 #include "src/attention/cuda/sm80/tile_plan.h"
+#include "src/core/status.h"
 
 namespace kvtile::cuda {
 namespace {
@@ -37,6 +38,14 @@ int64_t largest_q_len(const AttentionCall& call) {
 
 int64_t largest_packed_rows(const AttentionCall& call) {
   return largest_q_len(call) * group_of(call);
+}
+
+Status check_packed_rows(const AttentionCall& call) {
+  if (largest_packed_rows(call) <= kRowsMaxPackedRows) return {};
+  return unsupported("max_q_len", largest_q_len(call),
+                     fmt::format("at most {} packed rows of a KV head, {} for each query, on "
+                                 "backend cuda/rows",
+                                 kRowsMaxPackedRows, group_of(call)));
 }
 
 double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
@@ -80,7 +89,19 @@ double tile_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
 }
 
 bool rows_are_cheaper(const AttentionCall& call, const DeviceInfo& device) {
-  return rows_cost_us(call, kChoiceTokens, device) <= tile_cost_us(call, kChoiceTokens, device);
+  const auto cheaper_at = [&](int64_t q_len) {
+    AttentionCall at = call;
+    at.max_q_len = q_len;
+    return rows_cost_us(at, kChoiceTokens, device) <= tile_cost_us(at, kChoiceTokens, device);
+  };
+  // Where the tile engine begins another row block its cost jumps, and could hand back what it had
+  // already won. The rows engine's cost only grows, so the end of each block before tells.
+  const int64_t q_len = largest_q_len(call);
+  const int rows = tile_rows(call.cache.format.head_dim), group = group_of(call);
+  for (int64_t end = rows; end / group < q_len; end += rows) {
+    if (end >= group && !cheaper_at(end / group)) return false;
+  }
+  return cheaper_at(q_len);
 }
 
 }  // namespace kvtile::cuda

@@ -18,6 +18,8 @@ inline constexpr int64_t kRowsMaxPackedRows = 256;
 // The most query rows one sequence of the call can have.
 int64_t largest_q_len(const AttentionCall& call);
 int64_t largest_packed_rows(const AttentionCall& call);
+// kUnsupported, naming max_q_len, above kRowsMaxPackedRows.
+Status check_packed_rows(const AttentionCall& call);
 
 // Microseconds of a call whose sequences all have seq_len tokens and the largest q_len.
 double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device);
@@ -26,6 +28,7 @@ double tile_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
 // Whether the rows engine is the cheaper one at kChoiceTokens of context. The choice does not
 // follow the call's lengths: a workspace then serves every length, and a growing context never
 // changes engines half way. Where they cross (about 190 packed rows) the context hardly moves it.
+// Once false it stays false for more query rows: a workspace serves smaller calls too.
 inline constexpr int64_t kChoiceTokens = 32768;
 bool rows_are_cheaper(const AttentionCall& call, const DeviceInfo& device);
 
