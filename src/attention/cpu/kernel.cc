@@ -39,17 +39,23 @@ constexpr int kRegisterRows = 12;
 #endif
 static_assert(kRowTile % kRegisterRows == 0);
 
+// Per-row numbers of a tile as whole vectors.
+constexpr int kPaddedRows = round_up(kRowTile, kMaxLanes);
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 // 2^x for x <= 0, never below 2^-125: a visible key keeps a positive weight, so that an infinite
-// value it carries still reaches the row. Relative error below 2e-8.
+// value it carries still reaches the row. NaN stays NaN. Relative error below 2e-8.
 HWY_INLINE VF exp2_weight(VF x) {
   const F32 df;
   const hn::RebindToSigned<F32> di;
-  x = hn::Max(x, hn::Set(df, -125.0f));
-  const VF whole = hn::Round(x);
-  const VF f = hn::Sub(x, whole);
+  const VF least = hn::Set(df, -125.0f);
+  x = hn::IfThenElse(hn::Lt(x, least), least, x);  // not Max, which may drop a NaN
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
+  const VF shifter = hn::Set(df, 0x1.8p23f);
+  const VF shifted = hn::Add(x, shifter);
+  const VF f = hn::Sub(x, hn::Sub(shifted, shifter));
   VF p = hn::Set(df, 0x1.444004p-13f);
   p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
   p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
@@ -57,7 +63,7 @@ HWY_INLINE VF exp2_weight(VF x) {
   p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
   p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
   p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, whole));
+  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
   return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
 }
 
@@ -156,72 +162,95 @@ constexpr auto value_table(std::integer_sequence<int, kRows...>) {
 constexpr auto kScoreFns = score_table(std::make_integer_sequence<int, kRegisterRows>());
 constexpr auto kValueFns = value_table(std::make_integer_sequence<int, kRegisterRows>());
 
-// What one row does to the running softmax state in one block.
-struct RowUpdate {
-  float max, decay, sum;
+// The rows of one tile in one block of keys, and their running state.
+struct SoftmaxRows {
+  int count;
+  const TokenSpan* visible;  // columns each row sees
+  const float* factor;       // log2 units of one score unit
+  const float* cap;
+  float* max;
+  float* sum;
 };
 
-// Turns raw scores into weights 2^((score - max) * factor) on `visible` columns and 0 elsewhere in
-// `columns` (a whole number of vectors), against the running maximum.
-RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan visible,
-                      const float* key_scale, float factor, float cap, float old_max,
-                      float* scores) {
+// Turns raw scores into weights 2^((score - max) * factor) on each row's visible columns and 0
+// elsewhere in `columns` (a whole number of vectors), against the running maximum, and updates max
+// and sum. decay[r] is what earlier weights of the row must be multiplied by. All rows go through
+// each step together, so that one row's reductions hide behind another's work.
+void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key_scale,
+                  const SoftmaxRows& rows, float* HWY_RESTRICT scores, float* HWY_RESTRICT decay) {
   const F32 df;
   const hn::RebindToSigned<F32> di;
   const size_t lanes = lane_count();
   const auto begin = static_cast<size_t>(columns.begin);
   const auto end = static_cast<size_t>(columns.end);
-  if (visible.begin >= visible.end) {
-    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
-    return {old_max, 1.0f, 0.0f};
-  }
-  const auto visible_mask = [&](size_t t) {
+  const auto visible_mask = [&](TokenSpan visible, size_t t) {
     const auto position = hn::Iota(di, static_cast<int>(t));
     return hn::RebindMask(df, hn::And(hn::Gt(position, hn::Set(di, visible.begin - 1)),
                                       hn::Lt(position, hn::Set(di, visible.end))));
   };
-  const auto is_whole = [&](size_t t) {
+  const auto is_whole = [&](TokenSpan visible, size_t t) {
     return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
   };
   const VF infinity = hn::Set(df, kInfinity);
-  const VF nan = hn::Set(df, kNaN);
   const VF hidden = hn::Neg(infinity);
-  VF max = hidden;
-  auto is_finite = hn::Eq(infinity, infinity);
-  for (size_t t = begin; t < end; t += lanes) {
-    const VF scale = hn::LoadU(df, key_scale + t);
-    VF s = hn::Mul(hn::LoadU(df, scores + t), scale);
-    if (call.softcap > 0.0f) {
-      const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, cap))),
-                                hn::Set(df, call.softcap * 1.44269504f));
-      // NaN and infinity are not capped: they poison the row below.
-      s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+  alignas(64) float old_max[kPaddedRows], new_max[kPaddedRows], factor[kPaddedRows];
+  for (int r = 0; r < rows.count; ++r) {
+    const TokenSpan visible = rows.visible[r];
+    float* row = scores + r * kTileTokens;
+    VF max = hidden;
+    for (size_t t = begin; t < end; t += lanes) {
+      VF s = hn::Mul(hn::LoadU(df, row + t), hn::LoadU(df, key_scale + t));
+      if (call.softcap > 0.0f) {
+        const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
+                                  hn::Set(df, call.softcap * 1.44269504f));
+        // NaN and infinity are not capped: they poison the row below.
+        s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+      }
+      // Selection, not arithmetic: a hidden column may hold anything.
+      if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
+      max = hn::Max(max, s);
+      hn::StoreU(s, df, row + t);
     }
-    // An infinite norm is lost even where the product is -inf, which would pass for a low score.
-    s = hn::IfThenElse(hn::Lt(hn::Abs(scale), infinity), s, nan);
-    // Selection, not arithmetic: a hidden column may hold anything.
-    if (!is_whole(t)) s = hn::IfThenElse(visible_mask(t), s, hidden);
-    is_finite = hn::And(is_finite, hn::Lt(s, infinity));
-    max = hn::Max(max, s);
-    hn::StoreU(s, df, scores + t);
+    old_max[r] = rows.max[r];
+    new_max[r] = std::max(old_max[r], hn::GetLane(hn::MaxOfLanes(df, max)));
+    factor[r] = rows.factor[r];
   }
-  if (!hn::AllTrue(df, is_finite)) return {kNaN, 1.0f, kNaN};
-  const float new_max = std::max(old_max, hn::GetLane(hn::MaxOfLanes(df, max)));
-  if (new_max == -kInfinity) {
-    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
-    return {new_max, 1.0f, 0.0f};
+  for (int r = 0; r < rows.count; r += static_cast<int>(lanes)) {
+    const VF after = hn::LoadU(df, new_max + r);
+    const VF change =
+        hn::Mul(hn::Sub(hn::LoadU(df, old_max + r), after), hn::LoadU(df, factor + r));
+    hn::StoreU(hn::IfThenElse(hn::Eq(after, hidden), hn::Set(df, 1.0f), exp2_weight(change)), df,
+               decay + r);
   }
-  const VF maxes = hn::Set(df, new_max);
-  const VF factors = hn::Set(df, factor);
-  VF sum = hn::Zero(df);
-  for (size_t t = begin; t < end; t += lanes) {
-    // Subtracting before scaling keeps huge scores from overflowing and is exact near the maximum.
-    VF p = exp2_weight(hn::Mul(hn::Sub(hn::LoadU(df, scores + t), maxes), factors));
-    if (!is_whole(t)) p = hn::IfThenElseZero(visible_mask(t), p);
-    sum = hn::Add(sum, p);
-    hn::StoreU(p, df, scores + t);
+  for (int r = 0; r < rows.count; ++r) {
+    const TokenSpan visible = rows.visible[r];
+    float* row = scores + r * kTileTokens;
+    VF sum = hn::Zero(df);
+    if (new_max[r] == -kInfinity) {
+      // No score, or only ones of -inf; a NaN among those may have escaped the maximum.
+      for (size_t t = begin; t < end; t += lanes) {
+        const VF s = hn::LoadU(df, row + t);
+        sum = hn::Add(sum, hn::IfThenElseZero(hn::IsNaN(s), s));
+        hn::StoreU(hn::Zero(df), df, row + t);
+      }
+    } else {
+      const VF maxes = hn::Set(df, new_max[r]);
+      const VF factors = hn::Set(df, factor[r]);
+      for (size_t t = begin; t < end; t += lanes) {
+        // Subtracting before scaling keeps huge scores from overflowing and is exact near the
+        // maximum.
+        VF p = exp2_weight(hn::Mul(hn::Sub(hn::LoadU(df, row + t), maxes), factors));
+        if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
+        sum = hn::Add(sum, p);
+        hn::StoreU(p, df, row + t);
+      }
+    }
+    const float block_sum = hn::GetLane(hn::SumOfLanes(df, sum));
+    rows.sum[r] = rows.sum[r] * decay[r] + block_sum;
+    // A score of NaN or +inf makes a weight NaN. Such a row is lost, and stays so: its maximum is
+    // NaN from then on.
+    rows.max[r] = block_sum == block_sum ? new_max[r] : kNaN;
   }
-  return {new_max, exp2_weight((old_max - new_max) * factor), hn::GetLane(hn::SumOfLanes(df, sum))};
 }
 
 // One block of keys: positions [start, start + span.end), of which span is loaded.
@@ -231,6 +260,7 @@ struct Block {
   int kv_head;
   bool raw;                             // from chunk_key / chunk_value
   bool direct;                          // not unpacked: rows read the slots
+  bool seen_by_all;                     // every row of the task sees every key of the span
   bool finite_values;                   // no NaN or infinity among the loaded values
   const std::byte* slots[kTileTokens];  // of a packed block, for tokens in the span
 };
@@ -360,14 +390,20 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
     const int rows = std::min(kRowTile, row_end - first);
     TokenSpan visible[kRowTile];
     TokenSpan all{kTileTokens, 0};
+    bool uniform = true;
     for (int r = 0; r < rows; ++r) {
-      visible[r].begin = static_cast<int>(std::clamp<int64_t>(
-          scratch.row_begin[first + r] - block.start, block.span.begin, block.span.end));
-      visible[r].end = static_cast<int>(std::clamp<int64_t>(
-          scratch.row_end[first + r] - block.start, block.span.begin, block.span.end));
-      if (visible[r].begin >= visible[r].end) continue;
-      all.begin = std::min(all.begin, visible[r].begin);
-      all.end = std::max(all.end, visible[r].end);
+      visible[r] = block.span;
+      if (!block.seen_by_all) {
+        visible[r].begin = static_cast<int>(std::clamp<int64_t>(
+            scratch.row_begin[first + r] - block.start, block.span.begin, block.span.end));
+        visible[r].end = static_cast<int>(std::clamp<int64_t>(
+            scratch.row_end[first + r] - block.start, block.span.begin, block.span.end));
+      }
+      if (visible[r].begin < visible[r].end) {
+        all.begin = std::min(all.begin, visible[r].begin);
+        all.end = std::max(all.end, visible[r].end);
+      }
+      uniform &= visible[r].begin == visible[0].begin && visible[r].end == visible[0].end;
     }
     if (all.begin >= all.end) continue;
 
@@ -375,22 +411,11 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
                queries + static_cast<size_t>(first) * static_cast<size_t>(head_dim), scratch);
 
     const TokenSpan columns{all.begin / lanes * lanes, round_up(all.end, lanes)};
-    float decay[kRowTile];
-    bool uniform = true;
-    for (int r = 0; r < rows; ++r) {
-      const int row = first + r;
-      float* max = scratch.segment.max + row;
-      float* sum = scratch.segment.sum + row;
-      const RowUpdate update =
-          softmax_row(call, columns, visible[r], scratch.key_scale, scratch.row_factor[row],
-                      scratch.row_cap[row], *max, scratch.scores + r * kTileTokens);
-      // A poisoned row stays poisoned: its maximum is NaN from then on.
-      const bool poisoned = *max != *max;
-      *max = poisoned ? kNaN : update.max;
-      *sum = *sum * update.decay + update.sum;
-      decay[r] = update.decay;
-      uniform &= visible[r].begin == all.begin && visible[r].end == all.end;
-    }
+    alignas(64) float decay[kPaddedRows];
+    softmax_rows(call, columns, scratch.key_scale,
+                 {rows, visible, scratch.row_factor + first, scratch.row_cap + first,
+                  scratch.segment.max + first, scratch.segment.sum + first},
+                 scratch.scores, decay);
 
     float* out = scratch.segment.out + static_cast<size_t>(first) * pitch;
     if (block.finite_values || uniform) {
@@ -505,7 +530,10 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
   load_queries(call, task, scratch);
   clear_states(scratch.total, num_rows);
   int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
-  for (int r = 0; r < task.rows_per_head(); ++r) {  // the same for every head
+  int64_t seen_from = 0, seen_to = std::numeric_limits<int64_t>::max();  // by every row
+  for (int r = 0; r < task.rows_per_head(); ++r) {                       // the same for every head
+    seen_from = std::max(seen_from, scratch.row_begin[r]);
+    seen_to = std::min(seen_to, scratch.row_end[r]);
     if (scratch.row_begin[r] >= scratch.row_end[r]) continue;
     low = std::min(low, scratch.row_begin[r]);
     high = std::max(high, scratch.row_end[r]);
@@ -525,6 +553,7 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
     if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
     if (raw_chunk && !block.raw) end = std::min(end, cached_len);
     block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+    block.seen_by_all = seen_from <= begin && end <= seen_to;
     if (!block.raw) find_slots(call, task, block);
     return block;
   };
