@@ -162,6 +162,42 @@ constexpr auto value_table(std::integer_sequence<int, kRows...>) {
 constexpr auto kScoreFns = score_table(std::make_integer_sequence<int, kRegisterRows>());
 constexpr auto kValueFns = value_table(std::make_integer_sequence<int, kRegisterRows>());
 
+// One vector of each row of a tile, and what becomes of it by reduce_rows.
+struct RowVectors {
+  alignas(64) float lanes[kRowTile][kMaxLanes];
+};
+
+// out[r] = op over the lanes of row r, four rows at a time: one by one, each row would wait for its
+// own chain of shuffles. Writes up to the next multiple of four.
+template <class Op>
+HWY_INLINE void reduce_rows(const RowVectors& vectors, int count, Op op, float* HWY_RESTRICT out) {
+  const F32 df;
+  for (int first = 0; first < count; first += 4) {
+    const auto row = [&](int i) {
+      return hn::Load(df, vectors.lanes[std::min(first + i, count - 1)]);
+    };
+#if HWY_TARGET == HWY_SCALAR
+    (void)op;
+    for (int i = 0; i < 4; ++i) out[first + i] = hn::GetLane(row(i));
+#else
+    const hn::Repartition<uint64_t, F32> du64;
+    const hn::Full128<float> block;
+    const auto pair = [&](VF a, VF b) {
+      return hn::BitCast(du64, op(hn::InterleaveLower(df, a, b), hn::InterleaveUpper(df, a, b)));
+    };
+    const auto rows01 = pair(row(0), row(1));
+    const auto rows23 = pair(row(2), row(3));
+    const VF four = op(hn::BitCast(df, hn::InterleaveLower(du64, rows01, rows23)),
+                       hn::BitCast(df, hn::InterleaveUpper(du64, rows01, rows23)));
+    alignas(64) float blocks[kMaxLanes];
+    hn::Store(four, df, blocks);
+    auto total = hn::Load(block, blocks);
+    for (size_t i = 4; i < lane_count(); i += 4) total = op(total, hn::Load(block, blocks + i));
+    hn::Store(total, block, out + first);
+#endif
+  }
+}
+
 // The rows of one tile in one block of keys, and their running state.
 struct SoftmaxRows {
   int count;
@@ -194,6 +230,7 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
   const VF infinity = hn::Set(df, kInfinity);
   const VF hidden = hn::Neg(infinity);
   alignas(64) float old_max[kPaddedRows], new_max[kPaddedRows], factor[kPaddedRows];
+  RowVectors vectors;
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
     float* row = scores + r * kTileTokens;
@@ -211,10 +248,12 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
       max = hn::Max(max, s);
       hn::StoreU(s, df, row + t);
     }
+    hn::Store(max, df, vectors.lanes[r]);
     old_max[r] = rows.max[r];
-    new_max[r] = std::max(old_max[r], hn::GetLane(hn::MaxOfLanes(df, max)));
     factor[r] = rows.factor[r];
   }
+  reduce_rows(
+      vectors, rows.count, [](auto a, auto b) { return hn::Max(a, b); }, new_max);
   for (int r = 0; r < rows.count; r += static_cast<int>(lanes)) {
     const VF after = hn::LoadU(df, new_max + r);
     const VF change =
@@ -245,11 +284,16 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
         hn::StoreU(p, df, row + t);
       }
     }
-    const float block_sum = hn::GetLane(hn::SumOfLanes(df, sum));
-    rows.sum[r] = rows.sum[r] * decay[r] + block_sum;
+    hn::Store(sum, df, vectors.lanes[r]);
+  }
+  alignas(64) float block_sum[kPaddedRows];
+  reduce_rows(
+      vectors, rows.count, [](auto a, auto b) { return hn::Add(a, b); }, block_sum);
+  for (int r = 0; r < rows.count; ++r) {
+    rows.sum[r] = rows.sum[r] * decay[r] + block_sum[r];
     // A score of NaN or +inf makes a weight NaN. Such a row is lost, and stays so: its maximum is
     // NaN from then on.
-    rows.max[r] = block_sum == block_sum ? new_max[r] : kNaN;
+    rows.max[r] = block_sum[r] == block_sum[r] ? new_max[r] : kNaN;
   }
 }
 
