@@ -110,7 +110,10 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) {
           float* o =
               out + static_cast<size_t>(r) * pitch + static_cast<size_t>(run + j) * num_words + w;
-          hn::StoreU(hn::MulAdd(hn::LoadU(df, o), hn::Set(df, decay[r]), acc[r][j]), df, o);
+          if (decay[r] != 0.0f) {
+            acc[r][j] = hn::MulAdd(hn::LoadU(df, o), hn::Set(df, decay[r]), acc[r][j]);
+          }
+          hn::StoreU(acc[r][j], df, o);
         }
       }
     }

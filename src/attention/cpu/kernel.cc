@@ -51,7 +51,11 @@ HWY_INLINE VF exp2_weight(VF x) {
   const F32 df;
   const hn::RebindToSigned<F32> di;
   const VF least = hn::Set(df, -125.0f);
-  x = hn::IfThenElse(hn::Lt(x, least), least, x);  // not Max, which may drop a NaN
+#if HWY_TARGET == HWY_SCALAR
+  x = hn::IfThenElse(hn::Lt(x, least), least, x);  // its Max drops a NaN
+#else
+  x = hn::Max(least, x);  // in this order: x86 returns the second operand if either is NaN
+#endif
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
   const VF shifter = hn::Set(df, 0x1.8p23f);
   const VF shifted = hn::Add(x, shifter);
@@ -87,10 +91,10 @@ HWY_INLINE VF tanh_score(VF x) {
   return hn::CopySignToAbs(result, x);
 }
 
-// scores[r][t] = query row r . key t for kRows rows and one panel of keys.
+// scores[r][t] = key_scale[t] * (query row r . key t) for kRows rows and one panel of keys.
 template <int kRows>
 void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT panel, int head_dim,
-                 float* HWY_RESTRICT scores) {
+                 const float* HWY_RESTRICT key_scale, float* HWY_RESTRICT scores) {
   const F32 df;
   const size_t lanes = lane_count();
   for (int begin = 0; begin < head_dim; begin += kScoreChain) {
@@ -106,12 +110,17 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
         acc1[r] = hn::MulAdd(q, key1, acc1[r]);
       }
     }
+    const bool last = end == head_dim;
+    const VF scale0 = last ? hn::LoadU(df, key_scale) : hn::Set(df, 1.0f);
+    const VF scale1 = last ? hn::LoadU(df, key_scale + lanes) : hn::Set(df, 1.0f);
     KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       float* s = scores + r * kTileTokens;
       if (begin > 0) {
         acc0[r] = hn::Add(hn::LoadU(df, s), acc0[r]);
         acc1[r] = hn::Add(hn::LoadU(df, s + lanes), acc1[r]);
       }
+      acc0[r] = hn::Mul(acc0[r], scale0);
+      acc1[r] = hn::Mul(acc1[r], scale1);
       hn::StoreU(acc0[r], df, s);
       hn::StoreU(acc1[r], df, s + lanes);
     }
@@ -119,7 +128,7 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
 }
 
 // out[r] = out[r] * decay[r] + sum of weights[r][t] * values[t] over the span, from fresh
-// accumulators.
+// accumulators. Where decay is 0 nothing came before, and out is not read.
 template <int kRows>
 void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT values, size_t pitch,
                 TokenSpan span, int head_dim, const float* HWY_RESTRICT decay,
@@ -141,14 +150,18 @@ void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT val
     }
     KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       float* o = out + static_cast<size_t>(r) * pitch + c;
-      const VF factor = hn::Set(df, decay[r]);
-      hn::StoreU(hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]), df, o);
-      hn::StoreU(hn::MulAdd(hn::LoadU(df, o + lanes), factor, acc1[r]), df, o + lanes);
+      if (decay[r] != 0.0f) {
+        const VF factor = hn::Set(df, decay[r]);
+        acc0[r] = hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]);
+        acc1[r] = hn::MulAdd(hn::LoadU(df, o + lanes), factor, acc1[r]);
+      }
+      hn::StoreU(acc0[r], df, o);
+      hn::StoreU(acc1[r], df, o + lanes);
     }
   }
 }
 
-using ScoreFn = void (*)(const float*, const float*, int, float*);
+using ScoreFn = void (*)(const float*, const float*, int, const float*, float*);
 using ValueFn = void (*)(const float*, const float*, size_t, TokenSpan, int, const float*, float*);
 
 template <int... kRows>
@@ -210,10 +223,10 @@ struct SoftmaxRows {
 
 // Turns raw scores into weights 2^((score - max) * factor) on each row's visible columns and 0
 // elsewhere in `columns` (a whole number of vectors), against the running maximum, and updates max
-// and sum. decay[r] is what earlier weights of the row must be multiplied by. All rows go through
-// each step together, so that one row's reductions hide behind another's work.
-void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key_scale,
-                  const SoftmaxRows& rows, float* HWY_RESTRICT scores, float* HWY_RESTRICT decay) {
+// and sum. decay[r] is what earlier weights of the row must be multiplied by, 0 if there are none.
+// All rows go through each step together, so that one row's reductions hide behind another's work.
+void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRows& rows,
+                  float* HWY_RESTRICT scores, float* HWY_RESTRICT decay) {
   const F32 df;
   const hn::RebindToSigned<F32> di;
   const size_t lanes = lane_count();
@@ -236,17 +249,17 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
     float* row = scores + r * kTileTokens;
     VF max = hidden;
     for (size_t t = begin; t < end; t += lanes) {
-      VF s = hn::Mul(hn::LoadU(df, row + t), hn::LoadU(df, key_scale + t));
+      VF s = hn::LoadU(df, row + t);
       if (call.softcap > 0.0f) {
         const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
                                   hn::Set(df, call.softcap * 1.44269504f));
         // NaN and infinity are not capped: they poison the row below.
         s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+        hn::StoreU(s, df, row + t);
       }
       // Selection, not arithmetic: a hidden column may hold anything.
       if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
       max = hn::Max(max, s);
-      hn::StoreU(s, df, row + t);
     }
     hn::Store(max, df, vectors.lanes[r]);
     old_max[r] = rows.max[r];
@@ -255,11 +268,12 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
   reduce_rows(
       vectors, rows.count, [](auto a, auto b) { return hn::Max(a, b); }, new_max);
   for (int r = 0; r < rows.count; r += static_cast<int>(lanes)) {
-    const VF after = hn::LoadU(df, new_max + r);
-    const VF change =
-        hn::Mul(hn::Sub(hn::LoadU(df, old_max + r), after), hn::LoadU(df, factor + r));
-    hn::StoreU(hn::IfThenElse(hn::Eq(after, hidden), hn::Set(df, 1.0f), exp2_weight(change)), df,
-               decay + r);
+    const VF before = hn::Load(df, old_max + r);
+    VF after = hn::Load(df, new_max + r);
+    after = hn::IfThenElse(hn::Lt(before, after), after, before);  // a NaN from before stays
+    hn::Store(after, df, new_max + r);
+    const VF change = hn::Mul(hn::Sub(before, after), hn::Load(df, factor + r));
+    hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), exp2_weight(change)), df, decay + r);
   }
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
@@ -268,7 +282,7 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const float* key
     if (new_max[r] == -kInfinity) {
       // No score, or only ones of -inf; a NaN among those may have escaped the maximum.
       for (size_t t = begin; t < end; t += lanes) {
-        const VF s = hn::LoadU(df, row + t);
+        const VF s = hn::IfThenElseZero(visible_mask(visible, t), hn::LoadU(df, row + t));
         sum = hn::Add(sum, hn::IfThenElseZero(hn::IsNaN(s), s));
         hn::StoreU(hn::Zero(df), df, row + t);
       }
@@ -391,6 +405,10 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
     score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
                                  scratch.scores);
     poison_scales(span, scratch.key_scale);
+    for (int r = 0; r < rows; ++r) {
+      float* row = scratch.scores + r * kTileTokens;
+      for (int t = span.begin; t < span.end; ++t) row[t] *= scratch.key_scale[t];
+    }
     return;
   }
   const auto panel = static_cast<int>(panel_tokens());
@@ -399,7 +417,8 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
         scratch.key_tile + static_cast<size_t>(p * panel) * static_cast<size_t>(format.head_dim);
     for (int r = 0; r < rows; r += kRegisterRows) {
       kScoreFns[std::min(kRegisterRows, rows - r) - 1](
-          query + r, keys, format.head_dim, scratch.scores + r * kTileTokens + p * panel);
+          query + r, keys, format.head_dim, scratch.key_scale + p * panel,
+          scratch.scores + r * kTileTokens + p * panel);
     }
   }
 }
@@ -456,7 +475,7 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
 
     const TokenSpan columns{all.begin / lanes * lanes, round_up(all.end, lanes)};
     alignas(64) float decay[kPaddedRows];
-    softmax_rows(call, columns, scratch.key_scale,
+    softmax_rows(call, columns,
                  {rows, visible, scratch.row_factor + first, scratch.row_cap + first,
                   scratch.segment.max + first, scratch.segment.sum + first},
                  scratch.scores, decay);
@@ -566,7 +585,6 @@ void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch&
 
 void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
-  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
   const int num_rows = task.num_rows();
   const int64_t cached_len =
       call.seq_lens[task.seq] - (call.cu_seqlens_q[task.seq + 1] - call.cu_seqlens_q[task.seq]);
@@ -608,7 +626,6 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
     segment += (lane - segment % kNumLanes + kNumLanes) % kNumLanes;
     for (; segment * kSegmentTokens < high; segment += kNumLanes) {
       clear_states(scratch.segment, num_rows);
-      std::memset(scratch.segment.out, 0, static_cast<size_t>(num_rows) * pitch * sizeof(float));
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
       Block block = block_at(begin, task.kv_head_begin);

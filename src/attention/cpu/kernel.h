@@ -33,8 +33,8 @@ inline constexpr int kRowTile = 12;
 // in the second-level cache. Rounded up: packed row counts are often powers of two, and a short
 // last task would decode every key again for a few rows.
 constexpr int max_task_rows(int head_dim) {
-  const int rows = round_up(32768 / head_dim, kRowTile);
-  return std::clamp(rows, 4 * kRowTile, 22 * kRowTile);
+  const int rows = round_up(44544 / head_dim, kRowTile);
+  return std::clamp(rows, 4 * kRowTile, 29 * kRowTile);
 }
 
 // Un-normalised partial result of a set of rows: out [rows][pitch], planar columns; max and sum
