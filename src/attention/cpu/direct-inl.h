@@ -51,26 +51,7 @@ void score_slots(const SlotFormat& format, const std::byte* const* slots, TokenS
       });
 }
 
-constexpr int kLineBytes = 64;
-
-// Lines first, first + step.. of a slot. Slots of one head are far apart in token-major pages,
-// where no hardware prefetcher follows them.
-inline void prefetch_lines(const std::byte* slot, int slot_bytes, int first, int step) {
-  // A slot that starts within a line ends in one more than its size suggests.
-  for (int offset = first; offset < slot_bytes + kLineBytes; offset += step) {
-    __builtin_prefetch(slot + std::min(offset, slot_bytes - 1), 0, 2);
-  }
-}
-
-// The slots of the block that is read next, slots[t] for t in the span.
-struct SlotsAhead {
-  const std::byte* const* slots = nullptr;
-  TokenSpan span{0, 0};
-};
-
-// What add_values does, on values decoded here. Needs whole_value_vectors. On the way it fetches
-// the slots ahead, a few lines with each token: all at once they would fill the queue of
-// outstanding lines and stall.
+// What add_values does, on values decoded here. Needs whole_value_vectors. Fetches the slots ahead.
 template <int kBits, int kRows>
 void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                const SlotsAhead& ahead, const float* scales, const float* zeros,
@@ -90,11 +71,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
       KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) acc[r][j] = hn::Zero(df);
       }
-      const int first_line = pass++ * kLineBytes;
+      const int first_line = pass++;
       for (int t = span.begin; t < span.end; ++t) {
-        if (ahead.span.contains(static_cast<size_t>(t))) {
-          prefetch_lines(ahead.slots[t], format.slot_bytes(), first_line, num_passes * kLineBytes);
-        }
+        ahead.fetch(format, t, first_line, num_passes);
         VU word = hn::ShiftRightSame(load_value_words<kBits>(slots[t] + format.value_offset(), w),
                                      run * kBits);
         const ValueDecoder<kBits> values(scales[t], zeros[t]);

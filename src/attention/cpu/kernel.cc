@@ -354,13 +354,10 @@ void load_packed(const AttentionCall& call, const SlotsAhead& ahead, Block& bloc
                                              scratch.value_zero);
     return;
   }
-  for (int t = ahead.span.begin; t < ahead.span.end; ++t) {
-    prefetch_lines(ahead.slots[t], format.slot_bytes(), 0, kLineBytes);
-  }
-  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  unpack_keys(format, block.slots, block.span, ahead, scratch.key_tile, scratch.key_scale);
   poison_scales(block.span, scratch.key_scale);
   block.finite_values =
-      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
+      unpack_values(format, block.slots, block.span, ahead, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
