@@ -16,8 +16,13 @@ HWY_BEFORE_NAMESPACE();
 namespace kvtile {
 namespace HWY_NAMESPACE {
 
-// Beyond this many rows the decoded tile is reused often enough to pay for itself.
+// Beyond this many rows the decoded tile is reused often enough to pay for itself, or accumulators
+// would leave the register file.
+#if HWY_TARGET == HWY_AVX3
+constexpr int kDirectRows = kRowTile;
+#else
 constexpr int kDirectRows = 4;
+#endif
 
 // scores[r][t] = query row r . levels of slot t, and key_scale[t], for t in the span.
 template <KeyCode kKey, int kRows>
@@ -61,7 +66,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
   constexpr int kRuns = HWY_TARGET == HWY_AVX2 ? (kRows <= 1   ? 8
                                                   : kRows <= 2 ? 4
                                                                : 2)
-                                               : (kRows <= 2 ? 8 : 4);
+                                               : (kRows <= 2   ? 8
+                                                  : kRows <= 4 ? 4
+                                                               : 2);
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
   const int num_passes = static_cast<int>(num_words / lane_count()) * (8 / kRuns);
   int pass = 0;
@@ -105,37 +112,37 @@ using AddSlotsFn = void (*)(const SlotFormat&, const std::byte* const*, TokenSpa
                             const SlotsAhead&, const float*, const float*, const float*,
                             const float*, size_t, float*);
 
-template <KeyCode kKey>
-ScoreSlotsFn score_slots_for(int rows) {
-  static_assert(kDirectRows == 4);
-  constexpr ScoreSlotsFn kFns[] = {score_slots<kKey, 1>, score_slots<kKey, 2>, score_slots<kKey, 3>,
-                                   score_slots<kKey, 4>};
+template <KeyCode kKey, int... kRows>
+ScoreSlotsFn score_slots_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr ScoreSlotsFn kFns[] = {score_slots<kKey, kRows + 1>...};
   return kFns[rows - 1];
 }
 
 inline ScoreSlotsFn score_slots_fn(const SlotFormat& format, int rows) {
+  constexpr std::make_integer_sequence<int, kDirectRows> counts;
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return score_slots_for<KeyCode::kFp8E4M3>(rows);
+      return score_slots_for<KeyCode::kFp8E4M3>(rows, counts);
     case KeyCode::kFp8E4B15:
-      return score_slots_for<KeyCode::kFp8E4B15>(rows);
+      return score_slots_for<KeyCode::kFp8E4B15>(rows, counts);
     case KeyCode::kLloydMax4:
-      return score_slots_for<KeyCode::kLloydMax4>(rows);
+      return score_slots_for<KeyCode::kLloydMax4>(rows, counts);
     case KeyCode::kLloydMax3:
       break;
   }
-  return score_slots_for<KeyCode::kLloydMax3>(rows);
+  return score_slots_for<KeyCode::kLloydMax3>(rows, counts);
 }
 
-template <int kBits>
-AddSlotsFn add_slots_for(int rows) {
-  constexpr AddSlotsFn kFns[] = {add_slots<kBits, 1>, add_slots<kBits, 2>, add_slots<kBits, 3>,
-                                 add_slots<kBits, 4>};
+template <int kBits, int... kRows>
+AddSlotsFn add_slots_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr AddSlotsFn kFns[] = {add_slots<kBits, kRows + 1>...};
   return kFns[rows - 1];
 }
 
 inline AddSlotsFn add_slots_fn(const SlotFormat& format, int rows) {
-  return format.value == ValueCode::kUniform4 ? add_slots_for<4>(rows) : add_slots_for<3>(rows);
+  constexpr std::make_integer_sequence<int, kDirectRows> counts;
+  return format.value == ValueCode::kUniform4 ? add_slots_for<4>(rows, counts)
+                                              : add_slots_for<3>(rows, counts);
 }
 
 }  // namespace HWY_NAMESPACE
