@@ -45,33 +45,45 @@ constexpr int kPaddedRows = round_up(kRowTile, kMaxLanes);
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// 2^x for x <= 0, never below 2^-125: a visible key keeps a positive weight, so that an infinite
-// value it carries still reaches the row. NaN stays NaN. Relative error below 2e-8.
-HWY_INLINE VF exp2_weight(VF x) {
-  const F32 df;
-  const hn::RebindToSigned<F32> di;
-  const VF least = hn::Set(df, -125.0f);
-#if HWY_TARGET == HWY_SCALAR
-  x = hn::IfThenElse(hn::Lt(x, least), least, x);  // its Max drops a NaN
-#else
-  x = hn::Max(least, x);  // in this order: x86 returns the second operand if either is NaN
-#endif
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
-  const VF shifter = hn::Set(df, 0x1.8p23f);
-  const VF shifted = hn::Add(x, shifter);
-  const VF f = hn::Sub(x, hn::Sub(shifted, shifter));
-  VF p = hn::Set(df, 0x1.444004p-13f);
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.c6af6cp-5f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
-  p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
-  return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
-}
+// 2^(difference * factor) for difference <= 0, never below 2^-125: a visible key keeps a positive
+// weight, so that an infinite value it carries still reaches the row. NaN stays NaN. The product is
+// not rounded before its fraction is taken. Relative error below 2e-8 besides the result's
+// rounding.
+class Exp2Weight {
+ public:
+  explicit Exp2Weight(VF factor)
+      : factor_(factor), least_(hn::Div(hn::Set(F32(), -125.0f), factor)) {}
 
-inline float exp2_weight(float x) { return hn::GetLane(exp2_weight(hn::Set(F32(), x))); }
+  HWY_INLINE VF operator()(VF difference) const {
+    const F32 df;
+    const hn::RebindToSigned<F32> di;
+#if HWY_TARGET == HWY_SCALAR
+    difference = hn::IfThenElse(hn::Lt(difference, least_), least_, difference);  // Max drops a NaN
+#else
+    difference = hn::Max(least_, difference);  // x86 returns the second operand if either is NaN
+#endif
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
+    const VF shifter = hn::Set(df, 0x1.8p23f);
+    const VF shifted = hn::MulAdd(difference, factor_, shifter);
+    const VF f = hn::MulSub(difference, factor_, hn::Sub(shifted, shifter));
+    VF p = hn::Set(df, 0x1.444004p-13f);
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.c6af6cp-5f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
+    p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
+    const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
+    return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
+  }
+
+ private:
+  VF factor_, least_;
+};
+
+inline float exp2_weight(float difference, float factor) {
+  return hn::GetLane(Exp2Weight(hn::Set(F32(), factor))(hn::Set(F32(), difference)));
+}
 
 // tanh, odd, to a few ulp: (1 - e) / (1 + e) with e = exp(-2|x|), and the cubic near zero, where
 // the quotient would cancel.
@@ -79,7 +91,7 @@ HWY_INLINE VF tanh_score(VF x) {
   const F32 df;
   const VF magnitude = hn::Abs(x);
   const VF one = hn::Set(df, 1.0f);
-  const VF e = exp2_weight(hn::Mul(magnitude, hn::Set(df, -2.88539008f)));
+  const VF e = Exp2Weight(hn::Set(df, 2.88539008f))(hn::Neg(magnitude));
   const VF large = hn::Div(hn::Sub(one, e), hn::Add(one, e));
   const VF square = hn::Mul(magnitude, magnitude);
   VF series = hn::Set(df, 62.0f / 2835.0f);
@@ -242,7 +254,7 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
   };
   const VF infinity = hn::Set(df, kInfinity);
   const VF hidden = hn::Neg(infinity);
-  alignas(64) float old_max[kPaddedRows], new_max[kPaddedRows], factor[kPaddedRows];
+  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows], factor[kPaddedRows] = {};
   RowVectors vectors;
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
@@ -272,8 +284,8 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
     VF after = hn::Load(df, new_max + r);
     after = hn::IfThenElse(hn::Lt(before, after), after, before);  // a NaN from before stays
     hn::Store(after, df, new_max + r);
-    const VF change = hn::Mul(hn::Sub(before, after), hn::Load(df, factor + r));
-    hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), exp2_weight(change)), df, decay + r);
+    const VF kept = Exp2Weight(hn::Load(df, factor + r))(hn::Sub(before, after));
+    hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), kept), df, decay + r);
   }
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
@@ -288,11 +300,11 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
       }
     } else {
       const VF maxes = hn::Set(df, new_max[r]);
-      const VF factors = hn::Set(df, factor[r]);
+      const Exp2Weight weight(hn::Set(df, factor[r]));
       for (size_t t = begin; t < end; t += lanes) {
         // Subtracting before scaling keeps huge scores from overflowing and is exact near the
         // maximum.
-        VF p = exp2_weight(hn::Mul(hn::Sub(hn::LoadU(df, row + t), maxes), factors));
+        VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
         if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
         sum = hn::Add(sum, p);
         hn::StoreU(p, df, row + t);
@@ -513,8 +525,8 @@ void merge_rows(const RowStates& from, const RowStates& into, int rows, int head
     }
     // std::max would drop a NaN on one side only; poisoned rows keep theirs.
     const float max = from.max[r] != from.max[r] ? from.max[r] : std::max(into.max[r], from.max[r]);
-    const float keep = exp2_weight((into.max[r] - max) * row_factor[r]);
-    const float add = exp2_weight((from.max[r] - max) * row_factor[r]);
+    const float keep = exp2_weight(into.max[r] - max, row_factor[r]);
+    const float add = exp2_weight(from.max[r] - max, row_factor[r]);
     into.max[r] = max;
     into.sum[r] = std::fma(from.sum[r], add, into.sum[r] * keep);
     const VF keeps = hn::Set(df, keep);
