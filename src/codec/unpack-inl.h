@@ -504,14 +504,23 @@ inline void store_row(const float* src, DType dtype, int n, void* dst, int64_t f
   const size_t lanes = lane_count();
   const auto count = static_cast<size_t>(n);
   size_t i = 0;
-  for (; dtype != DType::kBFloat16 && i + lanes <= count; i += lanes) {
+  for (; i + lanes <= count; i += lanes) {
     const VF raw = hn::LoadU(df, src + i);
     const VF v = hn::IfThenElse(hn::Eq(raw, raw), raw, quiet);
     if (dtype == DType::kFloat32) {
       hn::StoreU(v, df, static_cast<float*>(dst) + first + i);
-    } else {
+    } else if (dtype == DType::kFloat16) {
       const auto halves = hn::BitCast(du16, hn::DemoteTo(df16, v));
       hn::StoreU(halves, du16, static_cast<uint16_t*>(dst) + first + i);
+    } else {
+      // To nearest even: half an ulp less one, and one more where the kept part is odd. The quiet
+      // NaN has no bits to carry from.
+      const U32 du;
+      const VU bits = hn::BitCast(du, v);
+      const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+      const VU rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd));
+      const auto words = hn::DemoteTo(du16, hn::BitCast(hn::RebindToSigned<F32>(), rounded));
+      hn::StoreU(words, du16, static_cast<uint16_t*>(dst) + first + i);
     }
   }
   for (; i < count; ++i) {
