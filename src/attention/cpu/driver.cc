@@ -39,7 +39,7 @@ int64_t stored_state_bytes(const AttentionCall& call) {
                     kAlignment);
 }
 
-Status supports(const AttentionCall&) { return {}; }
+Status supports(const AttentionCall&, const RunOptions&) { return {}; }
 
 // A call that splits lanes has few rows: its stored states lie where other calls have rows.
 int split_task_rows(const AttentionCall& call) {
