@@ -56,8 +56,6 @@ double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
   shape.max_q_len = q_len;
   shape.group = group_of(call);
   shape.head_dim = format.head_dim;
-  shape.max_rows = std::max(
-      8, rows_max_capacity(format, device.shared_bytes_per_block, device.shared_bytes_per_sm));
   const int queries = rows_queries_per_tile(shape);
   const int heads = std::min(shape.group, shape.max_rows);
   const int rows = rows_capacity(queries * heads);
