@@ -179,7 +179,7 @@ TEST(CostTest, RowsEngineRefusesByPackedRows) {
   EXPECT_FALSE(check_packed_rows(call).ok());
 }
 
-// Figures of docs/kernels/rows.md and tile.md, one H200.
+// Figures of docs/kernels, one H200.
 TEST(CostTest, AgreesWithWhatWasMeasured) {
   struct Figure {
     bool tile;

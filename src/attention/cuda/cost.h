@@ -1,5 +1,5 @@
 // How long a call takes on a CUDA device, estimated from its shape and hints alone: one closed form
-// for each engine, with constants measured on an H200 (docs/kernels/rows.md, tile.md) and scaled by
+// for each engine, with constants measured on an H200 (docs/kernels/choice.md) and scaled by
 // the device's size. Backend "cuda" takes the cheaper engine; both estimates grow with the rows and
 // with the context.
 #pragma once
