@@ -434,6 +434,17 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// Adds to global memory, each element rounded once; nothing comes back.
+__device__ __forceinline__ void add_global(float* global, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void add_global4(float4* global, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 // Programmatic dependent launch: wait for the results of the launches before this one; let the
 // launches after this one start.
 __device__ __forceinline__ void grid_dependency_wait() {
