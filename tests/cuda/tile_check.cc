@@ -706,11 +706,6 @@ void bench_parts(const std::string& shape, const std::string& preset, int cached
   const float rotate = time([&] { CHECK_CUDA(kernels.rotate(params, {}, g_stream)); });
   const float image =
       time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_fill(params, {}, false, g_stream)); });
-  // As many thread blocks as fill beside the attention, without it.
-  float beside = 0;
-  if (params.plan.num_ctas < params.plan.num_sms) {
-    beside = time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_fill(params, {}, true, g_stream)); });
-  }
   const float attention = time([&] {
     CHECK_CUDA(kernels.attention(params, {0, 0, 1, 0}, g_shared_bytes, false, g_stream));
   });
@@ -719,11 +714,11 @@ void bench_parts(const std::string& shape, const std::string& preset, int cached
                         params.plan.contexts;
   std::printf(
       "parts %s %s q %d: contexts %d row_blocks %d chunks %d steps %d tile %lld | rotate %.4f ms, "
-      "image %.4f ms (%.4f ns/token-head), on %d SMs %.4f ms, attention %.4f ms, merge %.4f ms\n",
+      "image %.4f ms (%.4f ns/token-head), attention on %d SMs %.4f ms, merge %.4f ms\n",
       shape.c_str(), preset.c_str(), q_len, params.plan.contexts, params.plan.row_blocks,
       params.plan.row_chunks, params.plan.num_steps,
       static_cast<long long>(params.plan.tile_tokens), rotate, image, image * 1e6 / tokens,
-      params.plan.num_sms - params.plan.num_ctas, beside, attention, merge);
+      params.plan.num_ctas, attention, merge);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The tile engine's launch sequence and the kernels that do not depend on head_dim at compile time.
 #include <algorithm>
+#include <cmath>
 
 #include "src/attention/cuda/sm80/tile.h"
 #include "src/attention/cuda/sm80/tile_fill.cuh"
@@ -23,7 +24,7 @@ auto fill_kernel(int head_dim) {
 
 template <int kKeyBits, int kValueBits>
 size_t fill_bytes(const TilePlan& plan) {
-  return fill_dynamic_bytes(fill_format(kKeyBits, kValueBits, plan.head_dim).slot_bytes(),
+  return fill_dynamic_bytes(kKeyBits, fill_format(kKeyBits, kValueBits, plan.head_dim).slot_bytes(),
                             plan.contexts);
 }
 
@@ -109,7 +110,11 @@ TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, voi
   params.workspace = static_cast<std::byte*>(workspace);
   if (params.format.rotated()) {
     const Codebook book = make_codebook(params.format.key, params.format.head_dim);
-    std::copy(std::begin(book.levels), std::end(book.levels), std::begin(params.levels));
+    const float factor =
+        level_factor(params.format.key) * std::sqrt(static_cast<float>(params.format.head_dim));
+    std::transform(std::begin(book.levels), std::end(book.levels), std::begin(params.levels),
+                   [factor](float level) { return level * factor; });
+    params.level_scale = 1.0f / factor;
   }
   return params;
 }

@@ -45,9 +45,20 @@ constexpr SlotFormat fill_format(int key_bits, int value_bits, int head_dim) {
 // that one token per lane meets no bank conflict.
 constexpr int fill_pitch(int slot_bytes) { return ((slot_bytes + 2 + 3) / 4 + 1) | 1; }
 
-// Two blocks of rows, and the contexts.
-constexpr size_t fill_dynamic_bytes(int slot_bytes, int contexts) {
-  return static_cast<size_t>(2 * kBlockTokens * 4 * fill_pitch(slot_bytes)) +
+// Two neighbouring levels and the sum of their squares; a copy for each lane of a half warp, so
+// that no mix of codes meets a bank conflict.
+struct LevelPair {
+  uint32_t halves;
+  float squares;
+};
+inline constexpr int kPairCopies = 16;
+
+constexpr int fill_pairs(int key_bits) { return key_bits == 8 ? 0 : 1 << (2 * key_bits); }
+
+// Pairs of levels, two blocks of rows, the contexts.
+constexpr size_t fill_dynamic_bytes(int key_bits, int slot_bytes, int contexts) {
+  return static_cast<size_t>(fill_pairs(key_bits)) * kPairCopies * sizeof(LevelPair) +
+         static_cast<size_t>(2 * kBlockTokens * 4 * fill_pitch(slot_bytes)) +
          static_cast<size_t>(contexts) * sizeof(FillContext);
 }
 
@@ -112,52 +123,51 @@ __device__ __forceinline__ TokenSource token_source(const AttentionParams& call,
 template <int kWarps, int kSlotBytes>
 __device__ __forceinline__ void copy_rows(const TokenSource (&sources)[kBlockTokens],
                                           uint32_t rows) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 4
-  for (int i = 0; i < kBlockTokens / kWarps; ++i) {
-    const int token = warp + i * kWarps;
+  constexpr int kWords = (kSlotBytes + 2 + 3) / 4;
+  constexpr int kOwnTokens = kBlockTokens / kWarps;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kOwnTokens;
+#pragma unroll 3
+  for (int i = lane; i < kOwnTokens * kWords; i += 32) {
+    const int token = first + i / kWords, word = i % kWords;
     const std::byte* slot = sources[token].slot;
-    if (slot == nullptr) continue;
     const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(slot) & 2);
-    const std::byte* word = slot - phase + 4 * lane;
-    const uint32_t target = rows + 4 * token * fill_pitch(kSlotBytes) + 4 * lane;
-    constexpr int kWhole = kSlotBytes / 128;
-#pragma unroll
-    for (int w = 0; w < kWhole; ++w) ptx::cp_async<4>(target + 128 * w, word + 128 * w);
-    const int left = phase + kSlotBytes - 128 * kWhole - 4 * lane;
-    if (left > 0) ptx::cp_async<4>(target + 128 * kWhole, word + 128 * kWhole, min(4, left));
+    const int left = phase + kSlotBytes - 4 * word;
+    if (slot != nullptr && left > 0) {
+      ptx::cp_async<4>(rows + 4 * (token * fill_pitch(kSlotBytes) + word), slot - phase + 4 * word,
+                       min(4, left));
+    }
   }
 }
 
-// Keys as scaled levels, values in full, both rounded to fp16 once. A thread owns one token and
-// every kWarps / 2-th chunk of eight dimensions, so that a warp stores 512 contiguous bytes. True
-// if a value element is not finite.
+// Keys as scaled levels, values in full, each element rounded to fp16 once (levels are scaled so
+// that fp16 holds them to 7.4e-5). A thread owns one token and every kWarps / 2-th chunk of eight
+// dimensions, so that a warp stores 512 contiguous bytes. True if a value element is not finite.
 template <int kKeyBits, int kValueBits, int kHeadDim, int kWarps>
-__device__ __forceinline__ bool dequantise(const SlotFormat& format, const float* levels,
+__device__ __forceinline__ bool dequantise(const TileParams& params, const LevelPair* pairs,
                                            float (&squares)[kWarps / 2][kBlockTokens],
                                            const TokenSource& source, const uint32_t* row,
                                            std::byte* key_plane, std::byte* value_plane) {
   constexpr int kLanesOfToken = kWarps / 2;
   constexpr int kOwnChunks = kHeadDim / kChunkDims / kLanesOfToken;
   constexpr SlotFormat kSlot = fill_format(kKeyBits, kValueBits, kHeadDim);
+  const SlotFormat& format = params.format;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int t = warp % 2 * 32 + lane, own = warp / 2;
   const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(source.slot) & 2);
-  bool lossy = false;
   if constexpr (kKeyBits != 8) {
     // Looked-up levels wait in registers for the token's scale.
-    float levels_of[kOwnChunks][8];
+    uint32_t levels[kOwnChunks][4];
     float sum = 0.0f;
+    const LevelPair* own_pairs = pairs + lane % kPairCopies;
 #pragma unroll
     for (int i = 0; i < kOwnChunks; ++i) {
       const uint32_t codes = row_word(row, phase + (own + i * kLanesOfToken) * kKeyBits);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        // The code's byte offset in the table, by one shift and one mask.
-        const uint32_t shifted = e == 0 ? codes << 2 : codes >> (e * kKeyBits - 2);
-        levels_of[i][e] = *reinterpret_cast<const float*>(
-            reinterpret_cast<const std::byte*>(levels) + (shifted & (4 * ((1 << kKeyBits) - 1))));
-        sum = fmaf(levels_of[i][e], levels_of[i][e], sum);
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t pair = (codes >> (2 * kKeyBits * e)) & (fill_pairs(kKeyBits) - 1);
+        const LevelPair found = own_pairs[pair * kPairCopies];
+        levels[i][e] = found.halves;
+        sum += found.squares;
       }
     }
     squares[own][t] = sum;
@@ -169,21 +179,23 @@ __device__ __forceinline__ bool dequantise(const SlotFormat& format, const float
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < kLanesOfToken; ++i) total += squares[i][t];
-        scale = format.norm_correction ? __fdiv_rn(norm, __fsqrt_rn(total)) : norm;
+        scale = norm * (format.norm_correction ? ptx::rsqrt(total) : params.level_scale);
         // A non-finite norm loses every row that sees the key; infinities could cancel.
         if (!isfinite(norm)) scale = __int_as_float(0x7fffffff);
       } else if (source.visible) {
         scale = __int_as_float(0x7fffffff);  // named by no page: whoever sees it is lost
       }
+      // The scale in two halves: their products' sum is rounded once.
+      const uint32_t high = ptx::cvt_half2(scale, scale);
+      const float rest = scale - __half2float(__ushort_as_half(static_cast<uint16_t>(high)));
+      const uint32_t low = ptx::cvt_half2(rest, rest);
 #pragma unroll
       for (int i = 0; i < kOwnChunks; ++i) {
         uint32_t words[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          words[e] = ptx::cvt_half2(levels_of[i][2 * e] * scale, levels_of[i][2 * e + 1] * scale);
+          words[e] = half2_fma(levels[i][e], high, half2_mul(levels[i][e], low));
         }
-        if (source.slot == nullptr && !source.visible)
-          words[0] = words[1] = words[2] = words[3] = 0;
         store_chunk(key_plane, own + i * kLanesOfToken, t, words);
       }
     }
@@ -195,10 +207,10 @@ __device__ __forceinline__ bool dequantise(const SlotFormat& format, const float
       if (source.slot != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          uint32_t pairs[2];
-          fp8_to_half2(format.key, row_word(row, phase + chunk * 8 + half * 4), pairs);
-          words[2 * half] = pairs[0];
-          words[2 * half + 1] = pairs[1];
+          uint32_t two[2];
+          fp8_to_half2(format.key, row_word(row, phase + chunk * 8 + half * 4), two);
+          words[2 * half] = two[0];
+          words[2 * half + 1] = two[1];
         }
       } else if (source.visible) {
         words[0] = words[1] = words[2] = words[3] = 0x7fff7fffu;
@@ -207,38 +219,46 @@ __device__ __forceinline__ bool dequantise(const SlotFormat& format, const float
     }
   }
   if (source.chunk_token >= 0) return false;
-  float scale = 0.0f, zero = 0.0f;
+  uint32_t scale2 = 0, zero2 = 0;
   if (source.slot != nullptr) {
-    scale = row_half(row, phase + kSlot.scale_offset());
-    zero = row_half(row, phase + kSlot.zero_offset());
+    scale2 = half2_broadcast(static_cast<uint16_t>(row_word(row, phase + kSlot.scale_offset())));
+    zero2 = half2_broadcast(static_cast<uint16_t>(row_word(row, phase + kSlot.zero_offset())));
   }
+  const float scale = half_bits_to_float(static_cast<uint16_t>(scale2));
+  const float zero = half_bits_to_float(static_cast<uint16_t>(zero2));
   // Elements lie between those of the first and the last code.
   const float last = fmaf(static_cast<float>((1 << kValueBits) - 1), scale, zero);
   const bool plain = fabsf(zero) <= 65504.0f && fabsf(last) <= 65504.0f;
+  bool lossy = false;
 #pragma unroll 2
   for (int i = 0; i < kOwnChunks; ++i) {
     const int chunk = own + i * kLanesOfToken;
-    const uint32_t codes = source.slot == nullptr
-                               ? 0
-                               : row_word(row, phase + kSlot.value_offset() + chunk * kValueBits);
-    float x[8];
+    const uint32_t codes = row_word(row, phase + kSlot.value_offset() + chunk * kValueBits);
+    uint32_t words[4];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      // 2^23 + code, exactly, without a conversion.
-      const uint32_t code = (codes >> (e * kValueBits)) & ((1 << kValueBits) - 1);
-      x[e] = fmaf(__uint_as_float(0x4b000000u | code) - 8388608.0f, scale, zero);
+    for (int e = 0; e < 4; ++e) {
+      // Two codes to the halves of a word by one product, under the exponent of 1024.
+      constexpr uint32_t kMask = (1 << kValueBits) - 1;
+      const uint32_t two = (codes >> (2 * kValueBits * e)) & (kMask << kValueBits | kMask);
+      const uint32_t spread = two * ((1u << (16 - kValueBits)) + 1) & half2_broadcast(kMask);
+      const uint32_t exact = half2_add(spread | 0x64006400u, 0xe400e400u);
+      words[e] = half2_fma(exact, scale2, zero2);
     }
     if (!plain) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        lossy |= !isfinite(x[e]);
-        // A finite value beyond fp16 saturates: an infinity would not be its nearest element.
-        x[e] = isfinite(x[e]) ? fminf(fmaxf(x[e], -65504.0f), 65504.0f) : 0.0f;
+      for (int e = 0; e < 4; ++e) {
+        float x[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t code = (codes >> ((2 * e + h) * kValueBits)) & ((1 << kValueBits) - 1);
+          x[h] = fmaf(static_cast<float>(code), scale, zero);
+          lossy |= !isfinite(x[h]);
+          // A finite value beyond fp16 saturates: an infinity would not be its nearest element.
+          x[h] = isfinite(x[h]) ? fminf(fmaxf(x[h], -65504.0f), 65504.0f) : 0.0f;
+        }
+        words[e] = ptx::cvt_half2(x[0], x[1]);
       }
     }
-    uint32_t words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) words[e] = ptx::cvt_half2(x[2 * e], x[2 * e + 1]);
     store_chunk(value_plane, chunk, t, words);
   }
   return lossy;
@@ -329,10 +349,12 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   constexpr int kSlotBytes = fill_format(kKeyBits, kValueBits, kHeadDim).slot_bytes();
   constexpr int kPitch = fill_pitch(kSlotBytes);
   constexpr int kRowsWords = kBlockTokens * kPitch;
-  extern __shared__ uint32_t rows[];  // [2][64][pitch], then the contexts
+  constexpr int kPairs = fill_pairs(kKeyBits);
+  extern __shared__ __align__(16) std::byte dynamic[];
+  auto* pairs = reinterpret_cast<LevelPair*>(dynamic);                     // [pair of codes][copy]
+  auto* rows = reinterpret_cast<uint32_t*>(pairs + kPairs * kPairCopies);  // [2][64][pitch]
   __shared__ TokenSource sources[2][kBlockTokens];
   __shared__ int pages[kBlockTokens];
-  __shared__ float levels[16];
   __shared__ float squares[kWarps / 2][kBlockTokens];
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
@@ -342,7 +364,11 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
 #if __CUDA_ARCH__ >= 900
   ptx::grid_dependency_launch();  // the attention over this tile: it waits for us
 #endif
-  if (threadIdx.x < 16) levels[threadIdx.x] = params.levels[threadIdx.x];
+  for (int i = threadIdx.x; i < kPairs * kPairCopies; i += kThreads) {
+    const int pair = i / kPairCopies;
+    const float a = params.levels[pair % (1 << kKeyBits)], b = params.levels[pair >> kKeyBits];
+    pairs[i] = {ptx::cvt_half2(a, b), fmaf(a, a, b * b)};
+  }
   const GroupRows group = group_rows(plan, params.sequences(), at.context_group, at.row_chunk);
   const auto num_contexts = static_cast<int>(group.end_context - group.first_context);
   for (int c = threadIdx.x; c < num_contexts; c += kThreads) {
@@ -422,8 +448,8 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     const uint32_t* own_rows = rows + buffer * kRowsWords;
     const int token = threadIdx.x % kBlockTokens;
     bool lossy = dequantise<kKeyBits, kValueBits, kHeadDim, kWarps>(
-        params.format, levels, squares, sources[buffer][token], own_rows + token * kPitch,
-        key_plane, value_plane);
+        params, pairs, squares, sources[buffer][token], own_rows + token * kPitch, key_plane,
+        value_plane);
     if (raw_here) {
       lossy |= round_raw<kHeadDim, kWarps>(call, params.format, sources[buffer], head, key_plane,
                                            value_plane);

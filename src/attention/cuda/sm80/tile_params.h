@@ -17,7 +17,8 @@ struct TileParams {
   TilePlan plan;
   Mask mask;
   SlotFormat format;
-  float levels[16] = {};      // of a rotated key code
+  float levels[16] = {};  // of a rotated key code, times 1 / level_scale
+  float level_scale = 0.0f;
   float softcap_log2 = 0.0f;  // softcap * log2(e), or 0
   std::byte* workspace = nullptr;
 
