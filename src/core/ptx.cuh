@@ -291,6 +291,14 @@ __device__ __forceinline__ void cp_async(uint32_t shared, const void* global,
   }
 }
 
+// All kBytes, always: without the source size there is less to compute.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_whole(uint32_t shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes)
+               : "memory");
+}
+
 // All 16 bytes, always: without the source size the compiler spends one instruction.
 __device__ __forceinline__ void cp_async16(uint32_t shared, uint64_t global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

@@ -63,11 +63,22 @@ constexpr size_t fill_dynamic_bytes(int key_bits, int slot_bytes, int contexts) 
 }
 
 // Bits [8 * offset, 8 * offset + 32) of a row of words.
-__device__ __forceinline__ uint32_t row_word(const uint32_t* row, int offset) {
+__device__ __forceinline__ uint32_t row_word(const uint32_t* row, uint32_t offset) {
   return __funnelshift_r(row[offset / 4], row[offset / 4 + 1], offset % 4 * 8);
 }
 
-__device__ __forceinline__ float row_half(const uint32_t* row, int offset) {
+// The codes of a chunk in the field at byte `field`.
+template <int kBits>
+__device__ __forceinline__ uint32_t chunk_codes(const uint32_t* row, uint32_t field, int chunk) {
+  if constexpr (kBits == 4) {
+    // One address and one shift for every chunk.
+    const uint32_t* words = row + field / 4 + chunk;
+    return __funnelshift_r(words[0], words[1], field % 4 * 8);
+  }
+  return row_word(row, field + static_cast<uint32_t>(chunk * kBits));
+}
+
+__device__ __forceinline__ float row_half(const uint32_t* row, uint32_t offset) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(row_word(row, offset))));
 }
 
@@ -118,23 +129,52 @@ __device__ __forceinline__ TokenSource token_source(const AttentionParams& call,
   return source;
 }
 
+// Codes 2e and 2e + 1 of a chunk.
+template <int kBits>
+__device__ __forceinline__ uint32_t code_pair(uint32_t codes, int e) {
+  if constexpr (kBits == 4) return ptx::prmt(codes, 0, 0x4440 | e);
+  return (codes >> (2 * kBits * e)) & ((1 << 2 * kBits) - 1);
+}
+
 // Packed bytes to shared memory in aligned words. The first may start inside the slot before (in
 // the pool all the same); the last is read only as far as the slot reaches.
 template <int kWarps, int kSlotBytes>
 __device__ __forceinline__ void copy_rows(const TokenSource (&sources)[kBlockTokens],
                                           uint32_t rows) {
-  constexpr int kWords = (kSlotBytes + 2 + 3) / 4;
+  constexpr int kWords = (kSlotBytes + 2 + 3) / 4, kWhole = kWords / 32, kRest = kWords % 32;
   constexpr int kOwnTokens = kBlockTokens / kWarps;
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kOwnTokens;
-#pragma unroll 3
-  for (int i = lane; i < kOwnTokens * kWords; i += 32) {
-    const int token = first + i / kWords, word = i % kWords;
-    const std::byte* slot = sources[token].slot;
+  const uint32_t target = rows + 4 * (first * fill_pitch(kSlotBytes));
+  const auto copy_last = [&](int token, int word) {
+    const std::byte* slot = sources[first + token].slot;
     const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(slot) & 2);
     const int left = phase + kSlotBytes - 4 * word;
     if (slot != nullptr && left > 0) {
-      ptx::cp_async<4>(rows + 4 * (token * fill_pitch(kSlotBytes) + word), slot - phase + 4 * word,
-                       min(4, left));
+      ptx::cp_async<4>(target + 4 * (token * fill_pitch(kSlotBytes) + word),
+                       slot - phase + 4 * word, min(4, left));
+    }
+  };
+#pragma unroll
+  for (int token = 0; token < kOwnTokens; ++token) {
+    if constexpr (kWhole > 0) {
+      const std::byte* slot = sources[first + token].slot;
+      if (slot != nullptr) {
+        const std::byte* word = slot - (reinterpret_cast<uintptr_t>(slot) & 2) + 4 * lane;
+#pragma unroll
+        for (int w = 0; w < kWhole; ++w) {
+          ptx::cp_async_whole<4>(target + 4 * (token * fill_pitch(kSlotBytes) + 32 * w + lane),
+                                 word + 128 * w);
+        }
+      }
+    }
+    if constexpr (kRest > 4) {
+      if (lane < kRest) copy_last(token, 32 * kWhole + lane);
+    }
+  }
+  // The few words that are left of all tokens at once.
+  if constexpr (kRest > 0 && kRest <= 4) {
+    for (int i = lane; i < kOwnTokens * kRest; i += 32) {
+      copy_last(i / kRest, 32 * kWhole + i % kRest);
     }
   }
 }
@@ -153,21 +193,21 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
   const SlotFormat& format = params.format;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int t = warp % 2 * 32 + lane, own = warp / 2;
-  const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(source.slot) & 2);
+  const auto phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(source.slot) & 2);
   if constexpr (kKeyBits != 8) {
     // Looked-up levels wait in registers for the token's scale.
     uint32_t levels[kOwnChunks][4];
     float sum = 0.0f;
-    const LevelPair* own_pairs = pairs + lane % kPairCopies;
+    const uint32_t own_pairs = ptx::shared_address(pairs + lane % kPairCopies);
 #pragma unroll
     for (int i = 0; i < kOwnChunks; ++i) {
-      const uint32_t codes = row_word(row, phase + (own + i * kLanesOfToken) * kKeyBits);
+      const uint32_t codes = chunk_codes<kKeyBits>(row, phase, own + i * kLanesOfToken);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const uint32_t pair = (codes >> (2 * kKeyBits * e)) & (fill_pairs(kKeyBits) - 1);
-        const LevelPair found = own_pairs[pair * kPairCopies];
-        levels[i][e] = found.halves;
-        sum += found.squares;
+        const uint2 found = ptx::load_shared_table(
+            ptx::mad(code_pair<kKeyBits>(codes, e), kPairCopies * sizeof(LevelPair), own_pairs));
+        levels[i][e] = found.x;
+        sum += __uint_as_float(found.y);
       }
     }
     squares[own][t] = sum;
@@ -233,13 +273,13 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
 #pragma unroll 2
   for (int i = 0; i < kOwnChunks; ++i) {
     const int chunk = own + i * kLanesOfToken;
-    const uint32_t codes = row_word(row, phase + kSlot.value_offset() + chunk * kValueBits);
+    const uint32_t codes = chunk_codes<kValueBits>(row, phase + kSlot.value_offset(), chunk);
     uint32_t words[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       // Two codes to the halves of a word by one product, under the exponent of 1024.
       constexpr uint32_t kMask = (1 << kValueBits) - 1;
-      const uint32_t two = (codes >> (2 * kValueBits * e)) & (kMask << kValueBits | kMask);
+      const uint32_t two = code_pair<kValueBits>(codes, e);
       const uint32_t spread = two * ((1u << (16 - kValueBits)) + 1) & half2_broadcast(kMask);
       const uint32_t exact = half2_add(spread | 0x64006400u, 0xe400e400u);
       words[e] = half2_fma(exact, scale2, zero2);
@@ -354,7 +394,7 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   auto* pairs = reinterpret_cast<LevelPair*>(dynamic);                     // [pair of codes][copy]
   auto* rows = reinterpret_cast<uint32_t*>(pairs + kPairs * kPairCopies);  // [2][64][pitch]
   __shared__ TokenSource sources[2][kBlockTokens];
-  __shared__ int pages[kBlockTokens];
+  __shared__ int pages[kBlockTokens], following;
   __shared__ float squares[kWarps / 2][kBlockTokens];
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
@@ -436,9 +476,12 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     ptx::cp_async_wait<0>();
     const bool raw_next = describe(next, buffer ^ 1);
     const bool raw_here = __syncthreads_or(raw);
-    const int after = used_from(next + gridDim.x);
     copy(next, buffer ^ 1);
-    look_up(after);
+    if (describes) {
+      const int after = used_from(next + gridDim.x);
+      look_up(after);
+      if (threadIdx.x == 0) following = after;
+    }
 
     const int context = context_of(work), block = work - context * per_context;
     const int head = contexts[context].head;
@@ -464,7 +507,7 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     }
     raw = raw_next;
     work = next;
-    next = after;
+    next = following;
   }
 #if __CUDA_ARCH__ >= 900
   // The attention over the tile before reads the other buffer: it must have ended before the next

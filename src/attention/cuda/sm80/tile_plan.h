@@ -30,7 +30,7 @@ inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
 // Dequantising a token takes an SM as long as attending to it with this many rows; measured.
-inline constexpr int kFillRows = 80;
+inline constexpr int kFillRows = 120;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
 // 16-row mma tiles of one warp: as many as leave the accumulators in registers.
