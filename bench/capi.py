@@ -51,14 +51,15 @@ class EncodeCall(Struct):
                 ("key_stride_head", c_int64), ("value_stride_token", c_int64),
                 ("value_stride_head", c_int64), ("slot_mapping", c_void_p), ("cache", Cache),
                 ("checked", c_int32), ("num_threads", c_int32), ("backend", c_char_p),
-                ("stream", c_void_p)]
+                ("stream", c_void_p), ("device_plus_one", c_int32), ("reserved", c_int32)]
 
 
 class DecodeCall(Struct):
     _fields_ = [("size", c_uint32), ("dtype", c_int32), ("cache", Cache),
                 ("slot_mapping", c_void_p), ("num_tokens", c_int64), ("key", c_void_p),
                 ("value", c_void_p), ("unrotate_keys", c_int32), ("num_threads", c_int32),
-                ("backend", c_char_p), ("stream", c_void_p)]
+                ("backend", c_char_p), ("stream", c_void_p), ("device_plus_one", c_int32),
+                ("reserved", c_int32)]
 
 
 class AttentionCall(Struct):
@@ -77,7 +78,7 @@ class AttentionCall(Struct):
                         "chunk_value_stride_token", "chunk_value_stride_head", "lse_stride_head",
                         "lse_stride_token", "tile_tokens", "max_q_len", "max_seq_len")] + [
                             ("backend", c_char_p), ("num_threads", c_int32),
-                            ("reserved2", c_int32), ("stream", c_void_p), ("workspace", c_void_p),
+                            ("device_plus_one", c_int32), ("stream", c_void_p), ("workspace", c_void_p),
                             ("workspace_bytes", c_size_t)]
 
 
@@ -116,10 +117,13 @@ class Library:
         self._call("kvtile_parse_preset", name.encode(), head_dim, KEY_FP8_E4M3, ctypes.byref(fmt))
         return fmt
 
-    def slot_bytes(self, fmt):
+    def slot_layout(self, fmt):
         slot = SlotMap()
         self._call("kvtile_slot_layout", ctypes.byref(fmt), ctypes.byref(slot))
-        return slot.slot_bytes
+        return slot
+
+    def slot_bytes(self, fmt):
+        return self.slot_layout(fmt).slot_bytes
 
     def encode(self, call):
         self._call("kvtile_encode", ctypes.byref(call), None)

@@ -416,6 +416,10 @@ def versions(library, options, report):
     return found
 
 
+def uncommitted_changes():
+    return bool(git("status", "--porcelain", "--", ":!bench/results", ":!docs"))
+
+
 def shown_command(options):
     """The command without paths of this machine."""
     words = ["bench/compare.py", "--preset", options.preset, "--rounds", str(options.rounds)]
@@ -427,7 +431,8 @@ def shown_command(options):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Ratios of kvtile to its peers on this CPU.")
+    parser = argparse.ArgumentParser(description="Ratios of kvtile to its peers on this CPU; with "
+                                     "--gpu, of its CUDA backends on this GPU (compare_gpu.py).")
     parser.add_argument("--library", default=str(REPOSITORY / "build" / "bench" / "libkvtile.so"))
     parser.add_argument("--ggml", help="ggml's test-backend-ops, see bench/README.md")
     parser.add_argument("--ggml-commit", default="", help="recorded with the results")
@@ -448,6 +453,9 @@ def parse_arguments():
 
 
 def main():
+    if "--gpu" in sys.argv:
+        import compare_gpu
+        return compare_gpu.main([word for word in sys.argv[1:] if word != "--gpu"])
     options = parse_arguments()
     library = capi.Library(options.library)
     table, report = Table(), capi.RunReport()
@@ -460,8 +468,7 @@ def main():
     if options.output:
         document = {
             "commit": git("rev-parse", "HEAD"),
-            "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!bench/results",
-                                            ":!docs")),
+            "uncommitted_changes": uncommitted_changes(),
             "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "l3_bytes": level3_bytes()},
             "command": shown_command(options), "versions": found, "rows": table.rows}
         pathlib.Path(options.output).write_text(json.dumps(document, indent=1) + "\n")

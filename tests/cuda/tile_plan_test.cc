@@ -18,7 +18,7 @@ struct Shape {
   std::vector<int> q_lens, seq_lens;
   Mask mask;
   int64_t tile_tokens = 0;
-  bool raw = true, hints = false;
+  bool raw = true, hints = false, overlaps = true;
 };
 
 AttentionCall make_call(const Shape& shape) {
@@ -67,7 +67,7 @@ using Walked = std::map<std::pair<int64_t, int>, std::vector<std::vector<int>>>;
 
 Walked walk_plan(const Shape& shape) {
   const AttentionCall call = make_call(shape);
-  const TilePlan plan = make_tile_plan(call, TileDevice{shape.num_sms});
+  const TilePlan plan = make_tile_plan(call, TileDevice{shape.num_sms, shape.overlaps});
   const std::vector<SequenceInfo> table = sequence_table(shape, plan);
   Walked walked;
   for (int context_group = 0; context_group < plan.num_context_groups; ++context_group) {
@@ -216,11 +216,14 @@ TEST(TilePlan, EveryVisibleKeyOnceWhateverTheTile) {
     }
     each.hints = true;
     EXPECT_EQ(walk_plan(each), walked) << "with hints";
+    each.overlaps = false;
+    walk_plan(each);
   }
 }
 
 TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
-  for (int head_dim : {64, 128, 256}) {
+  for (auto [head_dim, overlaps] : {std::pair{64, true}, std::pair{128, true}, std::pair{256, true},
+                                    std::pair{128, false}, std::pair{256, false}}) {
     for (int q_len : {33, 256, 1024, 8192}) {
       Shape shape;
       shape.head_dim = head_dim;
@@ -230,7 +233,7 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       int64_t bytes = 0;
       for (int cached : {0, 16384, 131072, 1009664}) {
         shape.seq_lens = {cached + q_len};
-        const TilePlan plan = make_tile_plan(make_call(shape), TileDevice{132});
+        const TilePlan plan = make_tile_plan(make_call(shape), TileDevice{132, overlaps});
         EXPECT_LE(plan.bytes, kTileScratchBytes) << head_dim << " " << q_len;
         if (bytes != 0) {
           EXPECT_EQ(plan.bytes, bytes);
@@ -241,15 +244,37 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       for (int64_t tile : {int64_t{0}, int64_t{8192}, int64_t{131072}}) {
         shape.tile_tokens = tile;
         shape.q_lens = {q_len};
-        const int64_t planned = make_tile_plan(make_call(shape), TileDevice{132}).bytes;
+        const int64_t planned = make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes;
         for (int smaller : {1, 33, 100, 500, 1000, 1024, 1100, 2000, 4000, 8000}) {
           if (smaller > q_len) break;
           shape.q_lens = {smaller};
-          EXPECT_LE(make_tile_plan(make_call(shape), TileDevice{132}).bytes, planned);
+          EXPECT_LE(make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes, planned);
         }
       }
       shape.tile_tokens = 0;
     }
+  }
+}
+
+TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
+  for (int q_len : {1, 64, 256, 1024, 2048, 8192, 65536}) {
+    Shape shape;
+    shape.num_kv_heads = 8;
+    shape.q_lens = {q_len};
+    shape.seq_lens = {131072 + q_len};
+    const AttentionCall call = make_call(shape);
+    const TilePlan plan = make_tile_plan(call, TileDevice{132, true});
+    EXPECT_EQ(plan.buffers, 2);
+    EXPECT_GE(plan.num_ctas, 1);
+    const int filling = plan.num_sms - plan.num_ctas;
+    EXPECT_GE(filling, 1);
+    // Dequantising a step takes its SMs no longer than attending to it takes the others.
+    const int64_t rows = int64_t{plan.row_blocks} * plan.rows() / plan.contexts;
+    EXPECT_GE(int64_t{filling} * (kFillRows + rows), int64_t{plan.num_sms} * kFillRows) << q_len;
+
+    const TilePlan serial = make_tile_plan(call, TileDevice{132, false});
+    EXPECT_EQ(serial.buffers, 1);
+    EXPECT_EQ(serial.num_ctas, 132);
   }
 }
 

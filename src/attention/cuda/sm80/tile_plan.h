@@ -3,7 +3,8 @@
 // (read on the device); no function here touches anything else, so the host tests run this text.
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
 // group) are cut into row blocks; keys come in 64-token blocks. A launch group is a few contexts
-// and a run of their row blocks; a step is one tile of each context's tokens.
+// and a run of their row blocks; a step is one tile of each context's tokens. Where launches may
+// overlap, a few SMs dequantise the next step's tile while the others attend over this one's.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "src/attention/cuda/image.h"
 #include "src/attention/cuda/params.h"
 #include "src/attention/mask.h"
+#include "src/core/cache_params.h"
 #include "src/core/hd.h"
 
 namespace kvtile::cuda {
@@ -27,6 +29,8 @@ inline constexpr int kTileWarps = 8;
 inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
+// Dequantising a token takes an SM as long as attending to it with this many rows; measured.
+inline constexpr int kFillRows = 120;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
 // 16-row mma tiles of one warp: as many as leave the accumulators in registers.
@@ -54,14 +58,17 @@ struct ContextView {
 
 struct TilePlan {
   int head_dim = 0, num_seqs = 0, num_kv_heads = 0, group = 1;
-  int num_ctas = 0;        // of the attention kernel: one per SM
+  int num_sms = 0;
+  int num_ctas = 0;        // of the attention kernel, one an SM; the other SMs dequantise
+  int buffers = 1;         // images: two where the next step's is filled during this one
   int contexts = 1;        // of a launch group
   int row_blocks = 0;      // of a launch group, at most
   int row_chunks = 1;      // launch groups over the row blocks of the same contexts
   int period_blocks = 32;  // key blocks over which a row block's work is cut; see lane_range()
   int num_context_groups = 0;
-  int num_steps = 0;        // launch bound, from the hints; not part of the workspace
-  int64_t tile_tokens = 0;  // of one context, but the last: see step_range()
+  int num_steps = 0;          // launch bound, from the hints; not part of the workspace
+  int64_t tile_tokens = 0;    // of one context, but the last: see step_range()
+  FastDivisor image_divisor;  // by image_blocks()
   int64_t sequences_offset = 0, views_offset = 0, image_offset = 0, flags_offset = 0,
           lost_offset = 0, query_offset = 0, row_scale_offset = 0, carry_offset = 0,
           softmax_offset = 0;
@@ -80,6 +87,13 @@ struct TilePlan {
 // What the plan needs of a device.
 struct TileDevice {
   int num_sms = 1;
+  bool overlaps = false;  // launches may start before those ahead of them end: sm_90 and later
+};
+
+// What one launch works on. Steps of a call are numbered through; `buffer` is the step's number
+// modulo the plan's buffers.
+struct TileStep {
+  int context_group = 0, row_chunk = 0, step = 0, buffer = 0;
 };
 
 // Steps over a span of tokens: whole tiles, the last one up to kTailTokens longer.
@@ -93,6 +107,17 @@ inline int64_t row_block_bound(int64_t total_q, int group, int num_seqs, int row
   return (total_q * group + static_cast<int64_t>(num_seqs) * (rows - 1)) / rows;
 }
 
+// SMs that attend: as few as the longest share needs when the least the dequantisation needs are
+// taken away.
+inline int attending_ctas(const TilePlan& plan) {
+  const int64_t rows = int64_t{plan.row_blocks} * plan.rows() / plan.contexts;
+  const int64_t filling = (plan.num_sms * kFillRows + kFillRows + rows - 1) / (kFillRows + rows);
+  const int64_t most = std::max<int64_t>(1, plan.num_sms - filling);
+  const int64_t units = int64_t{plan.row_blocks} * plan.period_blocks;
+  const int64_t share = (units + most - 1) / most;
+  return static_cast<int>((units + share - 1) / share);
+}
+
 inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& device) {
   TilePlan plan;
   const int head_dim = call.cache.format.head_dim;
@@ -100,7 +125,8 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   plan.num_seqs = call.num_seqs;
   plan.num_kv_heads = call.cache.num_kv_heads;
   plan.group = call.num_heads / call.cache.num_kv_heads;
-  plan.num_ctas = device.num_sms;
+  plan.num_sms = plan.num_ctas = device.num_sms;
+  plan.buffers = device.overlaps ? 2 : 1;
   const int rows = tile_rows(head_dim);
   const int heads = plan.num_kv_heads;
   const int64_t num_contexts = static_cast<int64_t>(plan.num_seqs) * heads;
@@ -111,8 +137,8 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const int64_t slot_bytes = static_cast<int64_t>(rows) * (4 * head_dim + 8);
   const int64_t query_bytes = static_cast<int64_t>(rows) * (2 * head_dim + 4);
   const int64_t block_bytes = subtile_bytes(kBlockTokens, head_dim) + 1 + 8 * head_dim;
-  const auto images_bytes = [block_bytes](int64_t contexts, int64_t tokens) {
-    return contexts * ((tokens + kTailTokens) / kBlockTokens) * block_bytes;
+  const auto images_bytes = [&plan, block_bytes](int64_t contexts, int64_t tokens) {
+    return plan.buffers * contexts * ((tokens + kTailTokens) / kBlockTokens) * block_bytes;
   };
   const auto group_blocks_of = [&](int64_t contexts) {
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
@@ -141,6 +167,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     least_bytes = choose_contexts(plan.contexts - 1);
   }
   const int64_t contexts = plan.contexts;
+  if (device.overlaps) plan.num_ctas = attending_ctas(plan);
 
   int64_t offset = 0;
   const auto take = [&offset](int64_t bytes) {
@@ -167,13 +194,13 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     tile += kSpanTokens;
   }
   plan.tile_tokens = tile;
-  plan.image_offset = take(contexts * plan.context_image_bytes());
-  plan.flags_offset = take(contexts * plan.image_blocks());
-  plan.lost_offset = take(contexts * plan.image_blocks() * 8 * head_dim);
+  plan.image_divisor = FastDivisor(static_cast<uint32_t>(plan.image_blocks()));
+  const int64_t images = plan.buffers * contexts;
+  plan.image_offset = take(images * plan.context_image_bytes());
+  plan.flags_offset = take(images * plan.image_blocks());
+  plan.lost_offset = take(images * plan.image_blocks() * 8 * head_dim);
   // The same for every total_q that fits, so that a workspace serves smaller calls.
-  const int64_t least =
-      bounded ? kTileScratchBytes
-              : kTileScratchBytes + (asked + kTailTokens) / kBlockTokens * block_bytes;
+  const int64_t least = bounded ? kTileScratchBytes : kTileScratchBytes + images_bytes(1, asked);
   plan.bytes = std::max(offset, least);
 
   // Launch bounds. A window bounds the span of keys the rows of a launch group can see.
