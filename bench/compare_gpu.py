@@ -238,7 +238,7 @@ def compare_prefill(library, clock, table):
 
                 for backend, bar in (("flash", 1.0), ("cudnn", None)):
                     # The faster of the two forms it offers for grouped heads.
-                    add(f"PyTorch {backend}, uncompressed", min(
+                    add(f"PyTorch {peers.NAMES[backend]}, uncompressed", min(
                         (clock.milliseconds(lambda: dense.attend(seen.query, backend, fold), times)
                          for fold in (True, False)), key=statistics.median), bar)
                 if q_len == 1024:
@@ -246,7 +246,7 @@ def compare_prefill(library, clock, table):
                     for backend, bar in (("flash", 1.25), ("cudnn", None)):
                         out, _ = tiled.attend(seen.query, backend)
                         check_against_cache(f"tiled, {backend}", cache, seen.query, out, 2e-2)
-                        add(f"tiled reference on {backend}",
+                        add(f"tiled reference on {peers.NAMES[backend]}",
                             clock.milliseconds(lambda: tiled.attend(seen.query, backend), times),
                             bar)
                     del tiled

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import capi
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+NAMES = {"flash": "flash", "cudnn": "cuDNN"}
 
 
 def heads_as_rows(query, num_kv_heads):
