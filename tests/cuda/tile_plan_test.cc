@@ -5,10 +5,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <set>
 #include <utility>
 #include <vector>
+
+#include "src/codec/codebook.h"
+#include "src/core/half2.h"
 
 namespace kvtile::cuda {
 namespace {
@@ -278,6 +282,20 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
     const TilePlan serial = make_tile_plan(call, TileDevice{132, false});
     EXPECT_EQ(serial.buffers, 1);
     EXPECT_EQ(serial.num_ctas, 132);
+  }
+}
+
+TEST(TileImage, ScaledLevelsAreNearlyFp16Numbers) {
+  for (KeyCode key : {KeyCode::kLloydMax4, KeyCode::kLloydMax3}) {
+    for (int head_dim : {64, 128, 256}) {
+      const Codebook book = make_codebook(key, head_dim);
+      const float factor = level_factor(key) * std::sqrt(static_cast<float>(head_dim));
+      for (int i = 0; i < book.num_levels; ++i) {
+        const float level = book.levels[i] * factor;
+        const float half = half_bits_to_float(float_to_half_bits(level));
+        EXPECT_LE(std::fabs(half / level - 1.0f), 7.5e-5f) << head_dim << " " << i;
+      }
+    }
   }
 }
 
