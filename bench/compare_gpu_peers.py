@@ -2,7 +2,7 @@
 
 Dense: PyTorch's attention over uncompressed K/V. Tiled: the tiled reference, that is dequantise a
 tile to fp16, un-rotate keys by a matrix product, copy to bf16, dense attention, merge by lse.
-SplitDecode: one query token, keys split over programs, each query head reading the cache for itself.
+SplitDecode: one query token, keys split over programs, each query head reads the cache for itself.
 """
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import capi
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+NAMES = {"flash": "flash", "cudnn": "cuDNN"}
 
 
 def heads_as_rows(query, num_kv_heads):
@@ -35,7 +36,7 @@ class Dense:
         self._key, self._value = (x.transpose(0, 1)[None].contiguous() for x in (key, value))
 
     def attend(self, query, backend, fold=True):
-        """Every row sees every key. `fold`: the query heads of a KV head as rows, no copies of K/V."""
+        """Every row sees every key. `fold`: the query heads of a KV head as rows, K/V as they are."""
         with sdpa_kernel(BACKENDS[backend]):
             if fold:
                 out = torch.nn.functional.scaled_dot_product_attention(
@@ -132,8 +133,9 @@ def split_decode_kernel(pages, slots, levels, query, partial, lse, num_tokens, p
         token = begin + tl.arange(0, TOKENS)
         live = token < end
         slot = tl.load(slots + token, mask=live, other=0)
-        key, value = load_slots(pages, levels, (slot * num_kv_heads + head // group) * SLOT, live, D,
-                                KEY_BITS, VALUE_BITS, NORM, VALUE, SCALE)
+        base = (slot * num_kv_heads + head // group) * SLOT
+        key, value = load_slots(pages, levels, base, live, D, KEY_BITS, VALUE_BITS, NORM, VALUE,
+                                SCALE)
         score = tl.where(live, tl.sum(key * q[None, :], 1) * softmax_scale, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 0))
         weight = tl.exp(score - new_top)
