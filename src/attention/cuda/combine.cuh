@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps)
   const float sink = p.a.sinks != nullptr && seen ? __ldg(p.a.sinks + head) * kLog2e : -INFINITY;
   high = fmaxf(high, sink);
   sum = in_sequence && !owned ? NAN : 0.0f;
-  for (int w = 0; w < warps; ++w) sum = fmaf(shared_sum[w], state_weight(shared_high[w], high), sum);
+  for (int w = 0; w < warps; ++w)
+    sum = fmaf(shared_sum[w], state_weight(shared_high[w], high), sum);
   if (sink != -INFINITY) sum += ptx::ex2(sink - high);
 
   // A row that is NaN is NaN in every element and in lse.

@@ -26,6 +26,7 @@ ChunkLayout chunk_layout(const PagedCache& cache) {
   const int64_t alignment = rows_slot_alignment(cache.format.key);
   const auto multiple = [](int64_t x, int64_t of) { return x % of == 0; };
   if (cache.block_size % kRowsGroupTokens != 0 || cache.stride_token < slot ||
+      cache.stride_block >= (int64_t{1} << 32) ||
       (reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || !multiple(cache.stride_block, 16) ||
       !multiple(cache.stride_token, alignment) || !multiple(cache.stride_head, alignment)) {
     return {};
@@ -91,9 +92,8 @@ uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_
   return static_cast<uint32_t>(std::min(pages, int64_t{1} << 31));
 }
 
-RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan,
-                            const RowsPages& pages, int warps, bool wide_table,
-                            Workspace workspace, int64_t states) {
+RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, const RowsPages& pages,
+                            int warps, bool wide_table, Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -108,8 +108,8 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan,
       call.cache.pages + std::max(call.cache.pages_bytes, cache_extent_bytes(call.cache));
   // Slots are copied by whole granules.
   if ((reinterpret_cast<uintptr_t>(call.cache.pages) & 15) == 0) {
-    const int64_t last = call.cache.slot_offset(0, call.cache.block_size - 1,
-                                                call.cache.num_kv_heads - 1);
+    const int64_t last =
+        call.cache.slot_offset(0, call.cache.block_size - 1, call.cache.num_kv_heads - 1);
     params.straight_pages = pages_within(call.cache, params.pool_end,
                                          last + 16 * (rows_granules(format.slot_bytes()) + 1));
   }
@@ -193,7 +193,6 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
   if (shape.max_rows == 0) {
     return unsupported("device", device.name, "more shared memory a block");
   }
-  const RowsResidency residency = residency_of(call, shape, device);
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};

@@ -51,8 +51,9 @@ constexpr int rows_state_bytes(int head_dim, int rows) {
   return 128 * (head_dim / rows_team_warps(head_dim, rows) * rows / 32 + rows / 2);
 }
 
-// Where shared memory is large, a table row is 256 bytes, half of it idle or a second table, and the
-// table starts at a multiple of 64 KiB: a byte of codes is then one of the four bytes of an address.
+// Where shared memory is large, a table row is 256 bytes, half of it idle or a second table, and
+// the table starts at a multiple of 64 KiB: a byte of codes is then one of the four bytes of an
+// address.
 constexpr bool rows_wide_table(int arch) { return arch >= 90 && arch < 120; }
 inline constexpr uint32_t kRowsWideTable = 1u << 16;
 
@@ -130,7 +131,8 @@ KVTILE_HD constexpr RowsMemory rows_memory(const RowsSizes& sizes, uint32_t base
   return memory;
 }
 
-// The system keeps the first KiB, and what is static follows: addresses are counted from the second.
+// The system keeps the first KiB, and what is static follows: addresses are counted from the
+// second.
 inline constexpr int kRowsSharedStart = 1024, kRowsSharedBase = 2048;
 inline int rows_shared_bytes(const RowsSizes& sizes, int warps) {
   return static_cast<int>(rows_memory(sizes, kRowsSharedBase, warps).end) - kRowsSharedStart;
@@ -238,10 +240,10 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
   pages.chunk_bytes = static_cast<int>(chunk_bytes);
   const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide_table);
   for (pages.stages = kRowsPagesMaxStages; pages.stages >= 2; --pages.stages) {
-    const uint32_t end = rows_pages_memory(sizes, rows_state_bytes(format.head_dim, kRowsPagesRows),
-                                           kRowsSharedBase, num_kv_heads, pages.lanes,
-                                           pages.stages, pages.chunk_bytes)
-                             .end;
+    const uint32_t end =
+        rows_pages_memory(sizes, rows_state_bytes(format.head_dim, kRowsPagesRows), kRowsSharedBase,
+                          num_kv_heads, pages.lanes, pages.stages, pages.chunk_bytes)
+            .end;
     pages.shared_bytes = static_cast<int>(end) - kRowsSharedStart;
     if (pages.shared_bytes + kStaticBytes <= shared_per_block) return pages;
   }
@@ -322,8 +324,7 @@ inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
   plan.rows = rows_capacity(plan.queries_per_tile * plan.heads_per_tile);
   plan.num_tiles = rows_num_tiles(shape, plan.queries_per_tile, shape.total_q, &plan.tiles_per_seq);
   plan.pages = shape.pages && plan.rows == kRowsPagesRows;
-  const int64_t units =
-      plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
+  const int64_t units = plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
   // Blocks of the raw chunk are part of the wave.
   const int64_t chunk_units = plan.raw_chunk ? units : 0;
   // Up to kRowsMaxWaves: the fewest whose last one is nearly full, else the fullest.

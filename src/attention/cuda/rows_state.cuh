@@ -111,8 +111,8 @@ __device__ inline void load_row(const void* base, DType dtype, int64_t offset, i
   }
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) {
-    x[i] = dtype == DType::kBFloat16 ? bfloat_bits_to_float(words[i])
-                                     : half_bits_to_float(words[i]);
+    x[i] =
+        dtype == DType::kBFloat16 ? bfloat_bits_to_float(words[i]) : half_bits_to_float(words[i]);
   }
 }
 

@@ -61,10 +61,10 @@ struct RowsPipeline {
   const RowsRole<Config>& role;
   const RowsRange& range;
   Loader loader;
-  int position;                  // of the warp's group: its first token's distance from range.begin
-  int team_position;             // of the team's first group
-  int stride;                    // from a group to the warp's next
-  int end;            // of the groups of this pipeline
+  int position;        // of the warp's group: its first token's distance from range.begin
+  int team_position;   // of the team's first group
+  int stride;          // from a group to the warp's next
+  int end;             // of the groups of this pipeline
   int careful_rounds;  // until the last careful copy has left the ring
   typename Loader::Place next;
 
@@ -76,8 +76,8 @@ struct RowsPipeline {
         role(warp_role),
         range(keys),
         loader(params, tile, range, warp_role.memory.bases, end_group,
-               first_distance(range, first_group, warp_role.team * Config::kTeamWarps +
-                                                       warp_role.team_warp),
+               first_distance(range, first_group,
+                              warp_role.team * Config::kTeamWarps + warp_role.team_warp),
                warp_role.lane),
         position(first_distance(range, first_group,
                                 warp_role.team * Config::kTeamWarps + warp_role.team_warp)),
@@ -105,7 +105,8 @@ struct RowsPipeline {
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
       const int ahead = position + (kStages - 1) * stride;
-      const bool fast = position < end && range.is_fast(position) && careful_rounds <= 0 && loader.is_straight(ahead, next);
+      const bool fast = position < end && range.is_fast(position) && careful_rounds <= 0 &&
+                        loader.is_straight(ahead, next);
       --careful_rounds;
       if (__all_sync(~0u, fast)) [[likely]] {
         step<true>(state, 0, true, stage, fill, parity);
@@ -144,8 +145,8 @@ struct RowsPipeline {
     if constexpr (!kFast) {
       // A stage that holds no group of this round still holds an older one, or nothing.
       if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, role.memory.ranges + 16 * role.c,
-                                     base + role.g);
+      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible,
+                                     role.memory.ranges + 16 * role.c, base + role.g);
     }
     const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
     if constexpr (Config::kTeamWarps == 1) {
@@ -250,7 +251,8 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
   block /= p.a.cache.num_kv_heads;
   const int split = block % p.plan.num_states();
   block /= p.plan.num_states();
-  if (warp != 0) fill_key_table<Config::kKey>(p, role.memory.table, threadIdx.x - 32, blockDim.x - 32);
+  if (warp != 0)
+    fill_key_table<Config::kKey>(p, role.memory.table, threadIdx.x - 32, blockDim.x - 32);
 #if __CUDA_ARCH__ >= 900
   // Nothing before this is read from memory. Combine may settle where blocks leave room.
   ptx::grid_dependency_wait();
@@ -264,8 +266,9 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
       ptx::st_shared(role.memory.factor + 4, 0);
       range = rows_packed_range(p, found, split);
       ptx::st_shared_u64(role.memory.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
-      ptx::st_shared_u64(role.memory.bases + 8, reinterpret_cast<uint64_t>(
-                                             p.a.cache.pages + kv_head * p.a.cache.stride_head));
+      ptx::st_shared_u64(
+          role.memory.bases + 8,
+          reinterpret_cast<uint64_t>(p.a.cache.pages + kv_head * p.a.cache.stride_head));
     }
   }
   __syncthreads();

@@ -65,11 +65,11 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
 }
 
 // Copies groups of packed slots into a warp's ring. The page of a group is read one group ahead of
-// its copy. When a page holds whole groups, a full group is copied straight: neighbouring lanes take
-// neighbouring granules, so that a row is one or two lines to the memory system. Groups that are cut
-// by the range, straddle pages, lack one or touch the pool's ends take the careful path, where lane
-// (g, c) takes granules c, c + 4, ... of tokens g and g + 8. Groups are named by the distance of
-// their first token from range.begin.
+// its copy. When a page holds whole groups, a full group is copied straight: neighbouring lanes
+// take neighbouring granules, so that a row is one or two lines to the memory system. Groups that
+// are cut by the range, straddle pages, lack one or touch the pool's ends take the careful path,
+// where lane (g, c) takes granules c, c + 4, ... of tokens g and g + 8. Groups are named by the
+// distance of their first token from range.begin.
 template <class Config>
 struct RowsLoader {
   // Granules of a row that a pass copies, and the rows it copies them of. A few granules more than
@@ -79,8 +79,9 @@ struct RowsLoader {
   static constexpr int kPassRows = 32 / kRowLanes;
   static constexpr int kRestLanes = kRest ? Config::kGranules - 16 : 1;
 
-  // Page of a group's first token, and where the token lies in it. Groups past the range have page 0,
-  // groups without a page -1, and only one that lies in a whole page of its own is copied from here.
+  // Page of a group's first token, and where the token lies in it. Groups past the range have page
+  // 0, groups without a page -1, and only one that lies in a whole page of its own is copied from
+  // here.
   struct Place {
     int page;
     uint32_t offset;
@@ -125,8 +126,8 @@ struct RowsLoader {
     return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases));
   }
 
-  // Reads the page of the warp's next group, which is at `distance`. A group that is not seen has no
-  // page read for it.
+  // Reads the page of the warp's next group, which is at `distance`. A group that is not seen has
+  // no page read for it.
   __device__ Place locate(int distance) {
     Place place = {0, offset};
     if (distance < span && straight_groups) {

@@ -39,8 +39,8 @@ __device__ inline void fill_key_table(const RowsParams& p, uint32_t table, int t
     for (int i = thread; i < 8 * kEntries; i += threads) {
       const uint32_t entry = i >> 3;
       const uint32_t codes = entry / kHalves >> (2 * (entry % kHalves));
-      const uint32_t pair = level(codes & ((1 << kBits) - 1)) |
-                            (level((codes >> kBits) & ((1 << kBits) - 1)) << 16);
+      const uint32_t pair =
+          level(codes & ((1 << kBits) - 1)) | (level((codes >> kBits) & ((1 << kBits) - 1)) << 16);
       const uint32_t at = kRowsWide && kHalves == 1 ? 256 * entry : 128 * entry;
       ptx::st_shared4(table + at + 16 * (i & 7), pair, pair, pair, pair);
     }
@@ -76,11 +76,11 @@ struct RowsKeys<KeyCode::kLloydMax4, kDim> {
 
   __device__ uint32_t look_up_low(uint32_t half) const {
     return ptx::ld_shared(kRowsWide ? wide_entry<0>(half, lane_table)
-                                            : ptx::mad(half & 0xff, 128, lane_table));
+                                    : ptx::mad(half & 0xff, 128, lane_table));
   }
   __device__ uint32_t look_up_high(uint32_t half) const {
     return ptx::ld_shared(kRowsWide ? wide_entry<1>(half, lane_table)
-                                            : ptx::mad(half >> 8, 128, lane_table));
+                                    : ptx::mad(half >> 8, 128, lane_table));
   }
 
   __device__ void load(uint32_t key0, uint32_t key1, int block, uint32_t (&a)[2][4]) const {
@@ -119,9 +119,10 @@ struct RowsKeys<KeyCode::kLloydMax3, kDim> {
       constexpr int kInner = (kPair + 1) % 4 / 2, kUnitBit = kPair / 4 * 24;
       constexpr int kStart = kInner != 0 ? kUnitBit + 4 : kUnitBit + kPair % 4 / 3 * 16;
       constexpr int kWord = kStart / 32, kShift = kStart % 32;
-      const uint32_t codes = kInner == 0           ? words[kWord]
-                             : kShift + 14 <= 32 ? words[kWord] >> kShift
-                                                 : shift_words(words[kWord], words[kWord + 1], kShift);
+      const uint32_t codes = kInner == 0 ? words[kWord]
+                             : kShift + 14 <= 32
+                                 ? words[kWord] >> kShift
+                                 : shift_words(words[kWord], words[kWord + 1], kShift);
       constexpr int kByte = kInner != 0 ? kPair % 2 == 0 : kShift / 8;
       constexpr int kHalf = kPair % 2 * 128;
       return ptx::ld_shared(wide_entry<kByte>(codes, lane_table) + kHalf);
@@ -222,11 +223,11 @@ __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
 }
 
 // Queries of a tile for one KV head: read at once, then made into fp16 B fragments [pair of (step,
-// tile of 8 rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to a
-// largest element in [8, 16); with the rows' visible [begin, end), if `ranges` is not 0, and the
-// factor from dot products to log2 units. A warp takes rows first, first + step, ..., at most kMost.
-// The whole block takes part: prepare() ends with a barrier, and the word after `factor` was zeroed
-// behind one.
+// tile of 8 rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to
+// a largest element in [8, 16); with the rows' visible [begin, end), if `ranges` is not 0, and the
+// factor from dot products to log2 units. A warp takes rows first, first + step, ..., at most
+// kMost. The whole block takes part: prepare() ends with a barrier, and the word after `factor` was
+// zeroed behind one.
 template <int kDim, int kRows, int kMost>
 struct QueryRows {
   int first, step;

@@ -94,8 +94,8 @@ struct RowsWarp {
     bool lost[2];
   };
 
-  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no token
-  // is lost.
+  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no
+  // token is lost.
   template <bool kPresent>
   __device__ void score(const Tokens& tokens, uint32_t table, uint32_t query_shared,
                         const RowsParams& p, int g, int c, float (&dot)[kTiles][4],
@@ -125,8 +125,8 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole one
-          // would have to be moved into place.
+          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole
+          // one would have to be moved into place.
           ptx::mma_m16n8k8(norm0[0], a[s][0], a[s][1], a[s][0]);
           ptx::mma_m16n8k8(norm1[0], a[s][0], a[s][1], a[s][1]);
           ptx::mma_m16n8k8(norm0[kNorms - 1], a[s][2], a[s][3], a[s][2]);
@@ -228,8 +228,8 @@ struct RowsWarp {
   }
 
   // Exponentials of the scores, zero where the row does not see the token; not masked, of dot
-  // products that are yet to be scaled. Whether one of the lane's, or a value scale, is out of range;
-  // a non-finite scale asks in vain, each time it comes.
+  // products that are yet to be scaled. Whether one of the lane's, or a value scale, is out of
+  // range; a non-finite scale asks in vain, each time it comes.
   template <bool kMasked>
   __device__ bool exponentials(const float (&x)[kTiles][4], const Slots& slots, uint32_t visible,
                                float (&e)[kTiles][4]) const {
@@ -368,8 +368,8 @@ struct RowsWarp {
     return Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
   }
 
-  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions. `value_rows`: the lane's places
-  // in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
+  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions. `value_rows`: the lane's
+  // places in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
   __device__ void accumulate(const uint32_t (&value_rows)[4], const uint32_t (&weights)[kTiles][2],
                              int g) {
 #pragma unroll
@@ -488,8 +488,8 @@ struct RowsWarp {
       for (int m = 0; m < kOutTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float x = ptx::ld_shared_float(
-              address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
+          const float x =
+              ptx::ld_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
           o[m][n][i] = fmaf(x, theirs[i % 2], o[m][n][i] * mine[i % 2]);
         }
       }

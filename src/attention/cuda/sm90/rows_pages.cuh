@@ -53,8 +53,8 @@ struct RowsPagesPipeline {
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
 
-  __device__ RowsPagesPipeline(const RowsParams& params, const RowsTile& tile, const RowsRange& keys,
-                               int warp, int lane_id)
+  __device__ RowsPagesPipeline(const RowsParams& params, const RowsTile& tile,
+                               const RowsRange& keys, int warp, int lane_id)
       : p(params), range(keys), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
     head = warp % p.a.cache.num_kv_heads;
     const int page_lane = warp / p.a.cache.num_kv_heads;
@@ -74,14 +74,15 @@ struct RowsPagesPipeline {
 
   // Reads pages and starts the first copies.
   __device__ void start(int first_group, int end_group) {
-    const int page_lane = static_cast<int>(records - p.pages_memory.records) /
-                          (p.pages.stages * kRowsPagesRecord);
+    const int page_lane =
+        static_cast<int>(records - p.pages_memory.records) / (p.pages.stages * kRowsPagesRecord);
     stride = p.pages.lanes * kRowsGroupTokens;
     position = range.origin - range.begin + (first_group + page_lane) * kRowsGroupTokens;
-    span = static_cast<int>(min(int64_t{range.end}, int64_t{range.origin} +
-                                                        int64_t{end_group} * kRowsGroupTokens) -
-                            range.begin);
-    const int at = position + range.to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
+    span = static_cast<int>(
+        min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens) -
+        range.begin);
+    const int at = position + range.to_table,
+              block = static_cast<int>(p.a.cache.block_divisor.divisor);
     index = at >= 0 ? at / block : -((block - 1 - at) / block);
     offset = at - index * block;
     // All pages are asked for before one is waited for.
@@ -152,8 +153,8 @@ struct RowsPagesPipeline {
     typename Warp::Slots slots;
     const uint32_t slot = chunk + key_offset;
     const bool lost[2] = {((note >> g) & 1) != 0, ((note >> (g + 8)) & 1) != 0};
-    state.template score<kFast>({{slot, slot + 8 * stride_token}, {lost[0], lost[1]}}, p.pages_memory.table,
-                                query, p, g, c, x, &slots);
+    state.template score<kFast>({{slot, slot + 8 * stride_token}, {lost[0], lost[1]}},
+                                p.pages_memory.table, query, p, g, c, x, &slots);
     uint32_t visible = ~0u;
     if constexpr (!kFast) {
       // What no row sees, or nobody wrote, must not move the scale.
@@ -172,9 +173,9 @@ struct RowsPagesPipeline {
     state.template pack<kMasked>(e, slots, visible, weights);
     state.template add<kMasked>(e, slots, visible);
     const uint32_t values = chunk + value_offset;
-    state.accumulate({values, values + stride_token, values + 8 * stride_token,
-                      values + 9 * stride_token},
-                     weights, g);
+    state.accumulate(
+        {values, values + stride_token, values + 8 * stride_token, values + 9 * stride_token},
+        weights, g);
   }
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
@@ -230,17 +231,19 @@ struct RowsPagesPipeline {
         lost |= 1u << token;
         continue;
       }
-      const auto* slots = reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.pages_memory.bases + 8)) +
-                          static_cast<uint32_t>(page) * p.a.cache.stride_block +
-                          (at - block * p.a.cache.block_divisor.divisor) * p.a.cache.stride_token;
+      const auto* slots =
+          reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.pages_memory.bases + 8)) +
+          static_cast<uint32_t>(page) * p.a.cache.stride_block +
+          (at - block * p.a.cache.block_divisor.divisor) * p.a.cache.stride_token;
 #pragma unroll 1
       for (int h = 0; h < p.a.cache.num_kv_heads; ++h) {
-        const uint32_t target = chunk + h * p.chunk_head_stride +
-                                token * static_cast<uint32_t>(p.a.cache.stride_token);
+        const uint32_t target =
+            chunk + h * p.chunk_head_stride + token * static_cast<uint32_t>(p.a.cache.stride_token);
 #pragma unroll 1
         for (int byte = 2 * lane; byte < Config::kSlotBytes; byte += 64) {
-          ptx::st_shared_u16(target + byte, __ldg(reinterpret_cast<const uint16_t*>(
-                                                slots + h * p.a.cache.stride_head + byte)));
+          ptx::st_shared_u16(
+              target + byte,
+              __ldg(reinterpret_cast<const uint16_t*>(slots + h * p.a.cache.stride_head + byte)));
         }
       }
     }
@@ -291,12 +294,12 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     if (static_cast<int>(threadIdx.x) < chunks) {
       const uint32_t record = memory.records + threadIdx.x * kRowsPagesRecord;
       ptx::mbarrier_init(record, 1);
-      ptx::st_shared(record + RowsRecord::kAddress,
-                     memory.chunk(threadIdx.x, p.pages.chunk_bytes));
+      ptx::st_shared(record + RowsRecord::kAddress, memory.chunk(threadIdx.x, p.pages.chunk_bytes));
       ptx::st_shared(record + RowsRecord::kLeft, 0);
       ptx::fence_mbarrier_init();
     }
-    if (static_cast<int>(threadIdx.x) < heads) ptx::st_shared(memory.factors + 8 * threadIdx.x + 4, 0);
+    if (static_cast<int>(threadIdx.x) < heads)
+      ptx::st_shared(memory.factors + 8 * threadIdx.x + 4, 0);
 #if __CUDA_ARCH__ >= 900
     // Nothing before this is read from memory. Combine may settle where blocks leave room.
     ptx::grid_dependency_wait();
@@ -342,9 +345,9 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
         constexpr int kMostRows = kRowsPagesRows / (kRowsPagesWarps / kRowsPagesMaxHeads);
         QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, head, page_lane,
                                                                       p.pages.lanes, lane);
-        queries.template prepare<Config::kKey>(
-            p, tile, memory.query + head * Config::kSizes.query, head == 0 ? memory.ranges : 0,
-            memory.factors + 8 * head, lane);
+        queries.template prepare<Config::kKey>(p, tile, memory.query + head * Config::kSizes.query,
+                                               head == 0 ? memory.ranges : 0,
+                                               memory.factors + 8 * head, lane);
         state.factor = ptx::ld_shared_float(memory.factors + 8 * head);
         state.load_queries(pipeline.query);
       }

@@ -146,8 +146,8 @@ inline bool named_barrier_or(int id, int threads, bool predicate) {
   return emulator::barrier(id, threads, predicate);
 }
 
-
-// A barrier in its 8 bytes: arrivals still missing, arrivals of a phase, bytes still missing, phase.
+// A barrier in its 8 bytes: arrivals still missing, arrivals of a phase, bytes still missing,
+// phase.
 struct Barrier {
   uint16_t missing, arrivals;
   int16_t bytes_16;
