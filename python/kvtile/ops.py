@@ -1,0 +1,343 @@
+"""encode, decode, attend, merge_states and workspace_bytes over numpy arrays and torch tensors.
+
+Every argument is checked here against the shapes stated before the library is called, and lengths,
+slots and tables by the library before it writes; both name the argument. Arrays of one call are
+all on one device, given by `query` or `key`: host memory runs the backend "cpu", a CUDA tensor the
+backend "cuda" on torch's current stream of its device. Nothing is copied and nothing waits.
+"""
+
+import ctypes
+import math
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtile import _lib
+from kvtile._arrays import (FLOATS, INT32, INT64, UINT8, device_text, dtype_code, empty_like,
+                            is_torch, same_device, view)
+from kvtile._lib import FLOAT32, WORKSPACE_ALIGNMENT, RunReport, check, lib
+from kvtile.cache import PagedCache, SlotFormat
+from kvtile.errors import InvalidArgument
+
+
+class EncodeReport(NamedTuple):
+    """What an encode call stored and what it had to bend."""
+
+    tokens: int  # token-heads written
+    skipped: int  # tokens with a negative slot
+    non_finite_keys: int  # token-heads whose key holds NaN or infinity
+    non_finite_values: int
+    norms_saturated: int  # rotated keys with an L2 norm above 65504
+    key_elements_clamped: int  # FP8 elements beyond the flavour's largest magnitude
+    value_elements_clamped: int  # value elements beyond +-65504
+
+
+def _where(backend, device):
+    """(backend name's address, CUDA stream) of a call whose arrays are on `device`."""
+    if device is None:
+        if backend is not None and backend.split("/")[0] != "cpu":
+            raise InvalidArgument(f"backend: got {backend} for arrays on cpu, wanted cpu")
+        return _lib.c_string(backend or "cpu"), 0
+    if backend is not None and backend.split("/")[0] != "cuda":
+        raise InvalidArgument(
+            f"backend: got {backend} for arrays on {device_text(device)}, wanted cuda")
+    import torch
+
+    return _lib.c_string(backend or "cuda"), torch.cuda.current_stream(device).cuda_stream
+
+
+def _check_cache(cache, device, writable=False):
+    if not isinstance(cache, PagedCache):
+        raise InvalidArgument(f"cache: got {type(cache).__name__}, wanted a PagedCache")
+    cache.check_alive(writable)
+    if cache.device != device:
+        raise InvalidArgument(f"cache: got pages on {device_text(cache.device)}, wanted "
+                              f"{device_text(device)} like the others")
+
+
+def _view_on(device, name, a, dtypes, shape, writable=False):
+    array = view(name, a, dtypes, shape, writable)
+    same_device(name, array, device)
+    return array
+
+
+def encode(key, value, cache: PagedCache, slot_mapping, *, checked: bool = False,
+           report: bool = False, backend: str | None = None,
+           num_threads: int = 0) -> EncodeReport | None:
+    """Stores tokens in the cache.
+
+    key, value: [num_tokens, num_kv_heads, head_dim] float32, float16 or bfloat16, both the same
+    (keys after the rotary embedding). slot_mapping: [num_tokens] int64, page * block_size + row;
+    negative skips the token; two tokens must not name one slot. checked: raise ValueOverflow or
+    NonFinite, writing nothing, instead of storing a bent value. report: return what was bent, host
+    arrays only. num_threads: CPU threads, 0 = all.
+    Raises InvalidArgument, OutOfRange (a slot beyond the pool; on a GPU it is skipped instead),
+    ValueOverflow, NonFinite, Unsupported, Unavailable.
+    """
+    if not isinstance(cache, PagedCache):
+        raise InvalidArgument(f"cache: got {type(cache).__name__}, wanted a PagedCache")
+    shape = ("num_tokens", cache.num_kv_heads, cache.head_dim)
+    key = view("key", key, FLOATS, shape)
+    device, num_tokens = key.device, key.shape[0]
+    value = _view_on(device, "value", value, (key.dtype,), (num_tokens, *shape[1:]))
+    slots = _view_on(device, "slot_mapping", slot_mapping, (INT64,), (num_tokens,))
+    _check_cache(cache, device, writable=True)
+    if report and device is not None:
+        raise InvalidArgument("report: got True for arrays on a GPU, wanted False")
+    name, stream = _where(backend, device)
+    call = _lib.pack_encode(
+        key.dtype, key.ptr, value.ptr, num_tokens, *key.strides[:2], *value.strides[:2],
+        slots.ptr, cache.packed, checked, num_threads, name, stream)
+    if not report:
+        check(lib.kvtile_encode(call, None))
+        return None
+    counts = _lib.EncodeReport()
+    check(lib.kvtile_encode(call, ctypes.byref(counts)))
+    return EncodeReport(*(getattr(counts, field) for field in EncodeReport._fields))
+
+
+def decode(cache: PagedCache, slot_mapping, *, dtype="float32", key=None, value=None,
+           unrotate_keys: bool = True, backend: str | None = None, num_threads: int = 0):
+    """Reads tokens back: (key, value), each [num_tokens, num_kv_heads, head_dim].
+
+    slot_mapping: [num_tokens] int64; negative gives a row of zeros. dtype: of both results, a numpy
+    or torch dtype or "float32", "float16", "bfloat16". key, value: contiguous arrays to write
+    instead of new ones; their dtype then counts. unrotate_keys: False leaves the keys of the
+    rotated presets in the Hadamard space they are stored in.
+    Raises InvalidArgument, OutOfRange, Unsupported, Unavailable.
+    """
+    slots = view("slot_mapping", slot_mapping, (INT64,), ("num_tokens",))
+    device, num_tokens = slots.device, slots.shape[0]
+    _check_cache(cache, device)
+    shape = (num_tokens, cache.num_kv_heads, cache.head_dim)
+    given = key if key is not None else value
+    code = (dtype_code("dtype", dtype) if given is None else
+            view("value" if key is None else "key", given, FLOATS, shape).dtype)
+    outs = []
+    for label, out in (("key", key), ("value", value)):
+        out = empty_like(slot_mapping, shape, code) if out is None else out
+        array = _view_on(device, label, out, (code,), shape, writable=True)
+        _check_dense(label, array)
+        outs.append(array)
+    name, stream = _where(backend, device)
+    check(lib.kvtile_decode(_lib.pack_decode(
+        code, cache.packed, slots.ptr, num_tokens, outs[0].ptr, outs[1].ptr, unrotate_keys,
+        num_threads, name, stream)))
+    return outs[0].source, outs[1].source
+
+
+def _check_dense(name, array):
+    wanted = 1
+    for size, stride in zip(array.shape[::-1], array.strides[::-1]):
+        if size > 1 and stride != wanted:
+            raise InvalidArgument(f"{name}: got strides {list(array.strides)} (in elements), "
+                                  "wanted a contiguous array")
+        wanted *= size
+
+
+_scratch = threading.local()
+
+
+def _host_scratch(count):
+    """Address of `count` aligned bytes that this thread's next call reuses; grows, never shrinks."""
+    held = getattr(_scratch, "bytes", None)
+    if held is None or held.size < count + WORKSPACE_ALIGNMENT:
+        held = _scratch.bytes = np.empty(count + WORKSPACE_ALIGNMENT, np.uint8)
+        start = held.ctypes.data
+        _scratch.start = start + -start % WORKSPACE_ALIGNMENT
+    return _scratch.start
+
+
+def _head_count(num_heads, cache_heads):
+    if num_heads < 1 or num_heads % cache_heads:
+        raise InvalidArgument(f"query: got {num_heads} heads, wanted a positive multiple of the "
+                              f"cache's {cache_heads}")
+
+
+def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *,
+           softmax_scale: float | None = None, causal: bool = True, window: int = 0,
+           softcap: float = 0.0, sinks=None, chunk_key=None, chunk_value=None,
+           first_positions=None, out=None, lse=None, return_lse: bool = False, workspace=None,
+           tile_tokens: int = 0, max_q_len: int = 0, max_seq_len: int = 0,
+           backend: str | None = None, num_threads: int = 0, report: RunReport | None = None):
+    """Exact attention of query rows over a packed cache: decode, verify and prefill alike.
+
+    query: [total_q, num_heads, head_dim] float32, float16 or bfloat16; num_heads is a multiple of
+        the cache's num_kv_heads.
+    block_table: [num_seqs, max_blocks] int32 pages. seq_lens: [num_seqs] int32 tokens, the current
+        chunk included. cu_seqlens_q: [num_seqs + 1] int32, rows of sequence s are
+        cu_seqlens_q[s]..cu_seqlens_q[s + 1], its last tokens; None = the same number each.
+    softmax_scale: None = head_dim ** -0.5. window: keys a row sees, its own included; 0 = all.
+    softcap: 0 = off. sinks: [num_heads] float32 logits of a virtual key with zero value.
+    chunk_key, chunk_value: [total_q, num_kv_heads, head_dim] of the query's dtype, the raw keys
+        and values of these rows; without them the rows' own tokens are read from the cache.
+    first_positions: [num_seqs] int32 position of each table row's first token, for tables that
+        start at the window.
+    out: array like query, written and returned; None = a new one. lse: [num_heads, total_q]
+        float32, natural log; return_lse makes a new one.
+    workspace: uint8 of at least workspace_bytes(...) bytes, 64-byte aligned, for this call alone;
+        None = the thread's own scratch on the CPU, torch's allocator on a GPU.
+    tile_tokens: cached tokens held decoded at once, 0 = 32768; results do not depend on it.
+    max_q_len, max_seq_len: upper bounds or 0, launch hints on a GPU. backend: one of backends()
+        or such a name with a variant ("cpu/avx2"); None = by device. report: filled in.
+
+    Returns out, or (out, lse) when there is an lse. A row that sees nothing is 0 with lse -inf.
+    Raises InvalidArgument, OutOfRange, WorkspaceTooSmall, Unsupported, Unavailable.
+    """
+    if not isinstance(cache, PagedCache):
+        raise InvalidArgument(f"cache: got {type(cache).__name__}, wanted a PagedCache")
+    head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
+    q = view("query", query, FLOATS, ("total_q", "num_heads", head_dim))
+    device, (total_q, num_heads, _) = q.device, q.shape
+    _head_count(num_heads, num_kv_heads)
+    _check_cache(cache, device)
+    table = _view_on(device, "block_table", block_table, (INT32,), ("num_seqs", "max_blocks"))
+    num_seqs, max_blocks = table.shape
+    lens = _view_on(device, "seq_lens", seq_lens, (INT32,), (num_seqs,))
+    if cu_seqlens_q is None:
+        cu_seqlens_q = _uniform(seq_lens, total_q, num_seqs)
+    cu = _view_on(device, "cu_seqlens_q", cu_seqlens_q, (INT32,), (num_seqs + 1,))
+    if out is None:
+        out = empty_like(query, q.shape, q.dtype)
+    o = _view_on(device, "out", out, (q.dtype,), q.shape, True)
+    if lse is None and return_lse:
+        lse = empty_like(query, (num_heads, total_q), FLOAT32)
+    lse_ptr = lse_head = lse_token = 0
+    if lse is not None:
+        lse_ptr, lse_head, lse_token = _lse("lse", lse, device, num_heads, total_q, True)
+    chunk = (0, 0, 0, 0, 0, 0)
+    if chunk_key is not None or chunk_value is not None:
+        chunk = _chunk(chunk_key, chunk_value, device, q.dtype, (total_q, num_kv_heads, head_dim))
+    sinks_ptr = 0
+    if sinks is not None:
+        sinks_ptr = _view_on(device, "sinks", sinks, (FLOAT32,), (num_heads,)).ptr
+    first_ptr = 0
+    if first_positions is not None:
+        first_ptr = _view_on(device, "first_positions", first_positions, (INT32,),
+                             (num_seqs,)).ptr
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    name, stream = _where(backend, device)
+
+    def packed(space, space_bytes):
+        return _lib.pack_attention(
+            q.dtype, q.ptr, o.ptr, lse_ptr, num_seqs, num_heads, total_q, softmax_scale, softcap,
+            sinks_ptr, causal, 0, window, cache.packed, table.ptr, max_blocks, table.strides[0],
+            cu.ptr, lens.ptr, first_ptr, chunk[0], chunk[1], *q.strides[:2], *o.strides[:2],
+            *chunk[2:], lse_head, lse_token, tile_tokens, max_q_len, max_seq_len, name,
+            num_threads, 0, stream, space, space_bytes)
+
+    if workspace is None:
+        need = ctypes.c_size_t()
+        check(lib.kvtile_workspace_bytes(packed(0, 0), ctypes.byref(need)))
+        space_bytes = need.value
+        if device is None:
+            space = _host_scratch(space_bytes)
+        else:
+            workspace = empty_like(query, (space_bytes,), UINT8)
+            space = workspace.data_ptr()
+    else:
+        array = _view_on(device, "workspace", workspace, (UINT8,), ("bytes",), True)
+        space, space_bytes = array.ptr, array.shape[0]
+    check(lib.kvtile_attend(packed(space, space_bytes),
+                            None if report is None else ctypes.byref(report)))
+    return out if lse is None else (out, lse)
+
+
+def _lse(name, lse, device, num_heads, total_q, writable=False):
+    """(address, strides) of an lse; either of its dimensions may be the contiguous one."""
+    array = view(name, lse, (FLOAT32,), (num_heads, total_q), writable, any_order=True)
+    same_device(name, array, device)
+    return array.ptr, *array.strides
+
+
+def _chunk(key, value, device, dtype, shape):
+    if key is None or value is None:
+        raise InvalidArgument(f"{'chunk_key' if key is None else 'chunk_value'}: got None, wanted "
+                              "both chunk_key and chunk_value, or neither")
+    key = _view_on(device, "chunk_key", key, (dtype,), shape)
+    value = _view_on(device, "chunk_value", value, (dtype,), shape)
+    return key.ptr, value.ptr, *key.strides[:2], *value.strides[:2]
+
+
+def _uniform(like, total_q, num_seqs):
+    if num_seqs < 1 or total_q % num_seqs:
+        raise InvalidArgument(f"cu_seqlens_q: got None for {total_q} rows of {num_seqs} "
+                              "sequences, wanted offsets")
+    step = total_q // num_seqs
+    if is_torch(like):
+        import torch
+
+        return torch.arange(num_seqs + 1, dtype=torch.int32, device=like.device) * step
+    return np.arange(num_seqs + 1, dtype=np.int32) * np.int32(step)
+
+
+def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_heads: int,
+                    block_size: int, num_seqs: int = 1, dtype="bfloat16", chunk: bool = False,
+                    causal: bool = True, window: int = 0, softcap: float = 0.0,
+                    sinks: bool = False, tile_tokens: int = 0, backend: str | None = "cpu",
+                    num_threads: int = 0) -> int:
+    """Bytes of scratch that attend() uses for calls of at most these shapes.
+
+    The cached length does not enter: the same bytes serve every context. chunk: whether raw keys
+    and values are passed. The other arguments are attend()'s. Raises Unsupported naming the
+    parameter when the backend cannot run such a call, so this is the question "is it supported"
+    as well; Unavailable when the build or machine lacks the backend.
+    """
+    if not isinstance(format, SlotFormat):
+        raise InvalidArgument(f"format: got {type(format).__name__}, wanted a SlotFormat")
+    cache = _lib.pack_cache(0, 0, 0, 0, block_size, num_kv_heads, 0, 0, 0, format.packed)
+    # The library reads no pointer here, only whether there is one.
+    present = WORKSPACE_ALIGNMENT
+    raw = present if chunk else 0
+    call = _lib.pack_attention(
+        dtype_code("dtype", dtype), present, present, present, num_seqs, num_heads, total_q,
+        1.0, softcap, present if sinks else 0, causal, 0, window, cache, present, 0, 0, present,
+        present, 0, raw, raw, *[0] * 10, tile_tokens, 0, 0,
+        0 if backend is None else _lib.c_string(backend), num_threads, 0, 0, 0, 0)
+    need = ctypes.c_size_t()
+    check(lib.kvtile_workspace_bytes(call, ctypes.byref(need)))
+    return need.value
+
+
+def merge_states(states, *, out=None, lse=None, dtype=None, backend: str | None = None,
+                 num_threads: int = 0):
+    """Merges partial results of the same rows over disjoint sets of keys, exactly.
+
+    states: (out, lse) pairs, out [total_q, num_heads, head_dim] float32, lse [num_heads, total_q]
+    float32. out, lse: arrays to write, out of any float dtype (a state's own buffer is allowed);
+    None = new ones, out of `dtype` (float32).
+    Returns (out, lse). A state with lse -inf counts for nothing and its out is not read.
+    Raises InvalidArgument, Unsupported, Unavailable.
+    """
+    states = list(states)
+    if not states:
+        raise InvalidArgument("states: got none, wanted at least one (out, lse) pair")
+    parts = (_lib.PartialState * len(states))()
+    device = shape = None
+    for i, (part_out, part_lse) in enumerate(states):
+        label = f"states[{i}].out"
+        if i == 0:
+            array = view(label, part_out, (FLOAT32,), ("total_q", "num_heads", "head_dim"))
+            device, shape = array.device, array.shape
+        else:
+            array = _view_on(device, label, part_out, (FLOAT32,), shape)
+        ptr, lse_head, lse_token = _lse(f"states[{i}].lse", part_lse, device, *shape[1::-1])
+        parts[i] = _lib.PartialState(
+            out=array.ptr, lse=ptr, out_stride_token=array.strides[0],
+            out_stride_head=array.strides[1], lse_stride_head=lse_head,
+            lse_stride_token=lse_token)
+    total_q, num_heads, head_dim = shape
+    if out is None:
+        out = empty_like(states[0][0], shape,
+                         FLOAT32 if dtype is None else dtype_code("dtype", dtype))
+    if lse is None:
+        lse = empty_like(states[0][0], (num_heads, total_q), FLOAT32)
+    o = _view_on(device, "out", out, FLOATS, shape, True)
+    lse_ptr, lse_head, lse_token = _lse("lse", lse, device, num_heads, total_q, True)
+    name, stream = _where(backend, device)
+    check(lib.kvtile_merge(_lib.pack_merge(
+        o.dtype, ctypes.addressof(parts), len(states), num_heads, total_q, head_dim, num_threads,
+        o.ptr, lse_ptr, *o.strides[:2], lse_head, lse_token, name, stream)))
+    return out, lse
