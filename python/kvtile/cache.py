@@ -129,9 +129,9 @@ class PagedCache:
                                   "made, wanted the same memory")
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the pool's slots, without padding between pages."""
-        return self.num_blocks * self.block_size * self.num_kv_heads * self.pages.shape[-1]
+    def page_bytes(self) -> int:
+        """Bytes of one page's slots, without padding between pages."""
+        return self.block_size * self.num_kv_heads * self.pages.shape[-1]
 
     @property
     def descriptor(self) -> str:
