@@ -6,6 +6,7 @@ CUDA device index. numpy has no bfloat16: uint16 arrays stand for its bits where
 bfloat16.
 """
 
+import ctypes
 import sys
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from kvtile._lib import BFLOAT16, FLOAT16, FLOAT32
 from kvtile.errors import InvalidArgument
+
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 INT32, INT64, UINT8 = "int32", "int64", "uint8"
 FLOATS = (FLOAT32, FLOAT16, BFLOAT16)
@@ -22,6 +25,7 @@ _NUMPY = {np.dtype(np.float32): FLOAT32, np.dtype(np.float16): FLOAT16,
           np.dtype(np.uint8): UINT8}
 _NUMPY_OF = {code: dtype for dtype, code in _NUMPY.items()}
 _ITEM_BYTES = {code: dtype.itemsize for dtype, code in _NUMPY.items()}
+_tensor = None  # torch.Tensor once torch was seen: an exact type test is the fast one
 _TORCH: dict[Any, Any] = {}
 _TORCH_OF: dict[Any, Any] = {}
 
@@ -35,8 +39,35 @@ class Array(NamedTuple):
     source: Any
 
 
+def layout(a):
+    """What validation depends on but the address: a key for its result. None for None."""
+    if a is None:
+        return None
+    if type(a) is _tensor or is_torch(a):
+        return a.dtype, a.shape, a.stride(), a.device
+    return a.dtype, a.shape, a.strides
+
+
+def pointer(a, writable=False):
+    """Address of an array whose layout was validated (0 for None), None to validate it again."""
+    if type(a) is _tensor:
+        return a.data_ptr() or None
+    if type(a) is np.ndarray:
+        try:
+            # Four times as fast as a.ctypes, for writable contiguous arrays.
+            ptr = _addressof(_from_buffer(a))
+        except (TypeError, ValueError, BufferError):
+            if writable:
+                return None
+            ptr = a.ctypes.data
+        return None if ptr & (a.itemsize - 1) else ptr
+    return 0 if a is None else None
+
+
 def _fill_torch():
+    global _tensor
     torch = sys.modules["torch"]
+    _tensor = torch.Tensor
     _TORCH.update({torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16,
                    torch.int32: INT32, torch.int64: INT64, torch.uint8: UINT8})
     _TORCH_OF.update({code: dtype for dtype, code in _TORCH.items()})
@@ -145,15 +176,16 @@ def same_device(name, array, device):
                               f"{device_text(device)} like the others")
 
 
-def empty_like(source, shape, dtype):
-    """Uninitialised array of the library, device and family of `source`."""
+def empty_like(source, shape, dtype=None):
+    """Uninitialised array of the family and device of `source`; dtype None = its own."""
     if is_torch(source):
         import torch
 
         if not _TORCH:
             _fill_torch()
-        return torch.empty(shape, dtype=_TORCH_OF[dtype], device=source.device)
-    return np.empty(shape, _NUMPY_OF[dtype])
+        return torch.empty(shape, dtype=source.dtype if dtype is None else _TORCH_OF[dtype],
+                           device=source.device)
+    return np.empty(shape, source.dtype if dtype is None else _NUMPY_OF[dtype])
 
 
 def dtype_code(name, dtype):

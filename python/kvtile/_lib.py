@@ -2,7 +2,7 @@
 
 The structs' `_fields_` mirror the header; the library refuses a struct whose size it does not know,
 so a mirror that fell behind fails at its first call. A call struct is packed in one step from
-values in the order of its fields (`Packer`): assigning forty ctypes fields would cost more than a
+values in the order of its fields: assigning forty ctypes fields would cost more than a
 decode call may.
 """
 
@@ -116,27 +116,22 @@ _CODES = {c_uint32: "I", c_int32: "i", c_int64: "q", c_float: "f", c_size_t: "Q"
           c_char_p: "Q"}
 
 
-class Packer:
-    """Bytes of a call struct from the values of its fields after `size`, in order.
+def _packer(struct_type):
+    """Function from the values of a struct's fields after `size`, in order, to its bytes.
 
     Pointers are integers, 0 for null; a nested struct is the bytes of its own packed form.
     """
-
-    def __init__(self, struct_type):
-        text, end = "<", 0
-        for name, kind in struct_type._fields_:
-            offset, size = getattr(struct_type, name).offset, ctypes.sizeof(kind)
-            text += "x" * (offset - end) + _CODES.get(kind, f"{size}s")
-            end = offset + size
-        total = ctypes.sizeof(struct_type)
-        self._pack = functools.partial(struct.Struct(text + "x" * (total - end)).pack, total)
-
-    def __call__(self, *values):
-        return self._pack(*values)
+    text, end = "<", 0
+    for name, kind in struct_type._fields_:
+        offset, size = getattr(struct_type, name).offset, ctypes.sizeof(kind)
+        text += "x" * (offset - end) + _CODES.get(kind, f"{size}s")
+        end = offset + size
+    total = ctypes.sizeof(struct_type)
+    return functools.partial(struct.Struct(text + "x" * (total - end)).pack, total)
 
 
 pack_cache, pack_encode, pack_decode, pack_attention, pack_merge = map(
-    Packer, (Cache, EncodeCall, DecodeCall, AttentionCall, MergeCall))
+    _packer, (Cache, EncodeCall, DecodeCall, AttentionCall, MergeCall))
 
 
 def _library_path():

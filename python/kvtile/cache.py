@@ -1,5 +1,6 @@
 """SlotFormat, how one token of one head is stored, and PagedCache, a pool of such slots."""
 
+import copy
 import ctypes
 import dataclasses
 
@@ -85,6 +86,8 @@ class PagedCache:
         self.head_dim = format.head_dim
         self.device = array.device
         self._ptr = array.ptr
+        self.plans = {}  # attend()'s validated layouts
+        self._storage_bytes = None
         if is_torch(pages):
             self._storage_bytes = pages.storage_offset() + (extent if num_blocks else 0)
         self.packed = _lib.pack_cache(
@@ -108,6 +111,9 @@ class PagedCache:
 
         return cls(torch.zeros(shape, dtype=torch.uint8, device=device), format, layout)
 
+    def __deepcopy__(self, memo):
+        return PagedCache(copy.deepcopy(self.pages, memo), self.format, self.layout)
+
     def _view(self, pages, writable=False) -> Array:
         return view("pages", pages, (UINT8,),
                     ("num_blocks", "block_size", "num_kv_heads", "slot")
@@ -117,14 +123,11 @@ class PagedCache:
     def check_alive(self, writable=False):
         """InvalidArgument when the pages' memory is not what it was at construction."""
         pages = self.pages
-        if is_torch(pages):
-            alive = pages.data_ptr() == self._ptr and (
-                pages.untyped_storage().nbytes() >= self._storage_bytes)
-        else:
-            alive = pages.ctypes.data == self._ptr
+        if self._storage_bytes is None:  # numpy does not let go of memory that is referred to
             if writable and not pages.flags.writeable:
                 raise InvalidArgument("pages: got a read-only array, wanted a writable one")
-        if not alive:
+        elif (pages.data_ptr() != self._ptr or
+              pages.untyped_storage().nbytes() < self._storage_bytes):
             raise InvalidArgument("pages: got memory that was freed or moved since the cache was "
                                   "made, wanted the same memory")
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvtile import _lib
 from kvtile._arrays import (FLOATS, INT32, INT64, UINT8, device_text, dtype_code, empty_like,
-                            is_torch, same_device, view)
-from kvtile._lib import FLOAT32, WORKSPACE_ALIGNMENT, RunReport, check, lib
+                            is_torch, layout, pointer, same_device, view)
+from kvtile._lib import FLOAT32, WORKSPACE_ALIGNMENT, RunReport, check, lib, pack_attention
 from kvtile.cache import PagedCache, SlotFormat
 from kvtile.errors import InvalidArgument
 
@@ -33,12 +33,17 @@ class EncodeReport(NamedTuple):
     value_elements_clamped: int  # value elements beyond +-65504
 
 
+_CPU = _lib.c_string("cpu")
+
+
 def _where(backend, device):
     """(backend name's address, CUDA stream) of a call whose arrays are on `device`."""
     if device is None:
-        if backend is not None and backend.split("/")[0] != "cpu":
+        if backend is None:
+            return _CPU, 0
+        if backend.split("/")[0] != "cpu":
             raise InvalidArgument(f"backend: got {backend} for arrays on cpu, wanted cpu")
-        return _lib.c_string(backend or "cpu"), 0
+        return _lib.c_string(backend), 0
     if backend is not None and backend.split("/")[0] != "cuda":
         raise InvalidArgument(
             f"backend: got {backend} for arrays on {device_text(device)}, wanted cuda")
@@ -185,8 +190,86 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
     Returns out, or (out, lse) when there is an lse. A row that sees nothing is 0 with lse -inf.
     Raises InvalidArgument, OutOfRange, WorkspaceTooSmall, Unsupported, Unavailable.
     """
-    if not isinstance(cache, PagedCache):
+    if type(cache) is not PagedCache:
         raise InvalidArgument(f"cache: got {type(cache).__name__}, wanted a PagedCache")
+    if cu_seqlens_q is None:
+        cu_seqlens_q = _uniform(query, seq_lens)
+    if out is None:
+        out = empty_like(query, query.shape)
+    if lse is None and return_lse:
+        lse = empty_like(query, query.shape[1::-1], FLOAT32)
+    arrays = (query, out, lse, block_table, cu_seqlens_q, seq_lens, sinks, first_positions,
+              chunk_key, chunk_value, workspace)
+    try:
+        key = tuple(map(layout, arrays))
+        plan = cache.plans.get(key)
+    except (AttributeError, RuntimeError, TypeError):
+        key = plan = None  # something that is no array: _plan says what
+    if plan is None:
+        plan = _plan(cache, arrays)
+        if len(cache.plans) >= MAX_PLANS:
+            cache.plans.clear()
+        cache.plans[key] = plan
+    cache.check_alive()
+    pointers = list(map(pointer, arrays, _WRITTEN))
+    if None in pointers:
+        pointers = _plan(cache, arrays).pointers
+    (q_ptr, out_ptr, lse_ptr, table_ptr, cu_ptr, lens_ptr, sinks_ptr, first_ptr, chunk_key_ptr,
+     chunk_value_ptr, space) = pointers
+    if softmax_scale is None:
+        softmax_scale = cache.head_dim**-0.5
+    name, stream = _where(backend, plan.device)
+
+    def packed(space, space_bytes):
+        return pack_attention(
+            plan.dtype, q_ptr, out_ptr, lse_ptr, plan.num_seqs, plan.num_heads, plan.total_q,
+            softmax_scale, softcap, sinks_ptr, causal, 0, window, cache.packed, table_ptr,
+            plan.max_blocks, plan.table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr,
+            chunk_value_ptr, *plan.strides, tile_tokens, max_q_len, max_seq_len, name,
+            num_threads, 0, stream, space, space_bytes)
+
+    space_bytes = plan.workspace_bytes
+    if workspace is None:
+        shape = (causal, window, softcap, tile_tokens, name, num_threads)
+        space_bytes = plan.needs.get(shape)
+        if space_bytes is None:
+            need = ctypes.c_size_t()
+            check(lib.kvtile_workspace_bytes(packed(0, 0), ctypes.byref(need)))
+            space_bytes = plan.needs[shape] = need.value
+        if plan.device is None:
+            space = _host_scratch(space_bytes)
+        else:
+            workspace = empty_like(query, (space_bytes,), UINT8)
+            space = workspace.data_ptr()
+    check(lib.kvtile_attend(packed(space, space_bytes),
+                            None if report is None else ctypes.byref(report)))
+    return out if lse is None else (out, lse)
+
+
+# Validating every array costs more than a decode call may: its result is kept by the layouts.
+MAX_PLANS = 256
+_WRITTEN = (False, True, True, False, False, False, False, False, False, False, True)
+
+
+class _Plan(NamedTuple):
+    """A validated set of layouts, in the terms of the call struct; `pointers` as of validation."""
+
+    dtype: int
+    device: int | None
+    num_seqs: int
+    num_heads: int
+    total_q: int
+    max_blocks: int
+    table_stride: int
+    strides: tuple
+    workspace_bytes: int
+    pointers: list
+    needs: dict  # workspace bytes by the scalar arguments they depend on
+
+
+def _plan(cache, arrays):
+    (query, out, lse, block_table, cu_seqlens_q, seq_lens, sinks, first_positions, chunk_key,
+     chunk_value, workspace) = arrays
     head_dim, num_kv_heads = cache.head_dim, cache.num_kv_heads
     q = view("query", query, FLOATS, ("total_q", "num_heads", head_dim))
     device, (total_q, num_heads, _) = q.device, q.shape
@@ -195,54 +278,28 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
     table = _view_on(device, "block_table", block_table, (INT32,), ("num_seqs", "max_blocks"))
     num_seqs, max_blocks = table.shape
     lens = _view_on(device, "seq_lens", seq_lens, (INT32,), (num_seqs,))
-    if cu_seqlens_q is None:
-        cu_seqlens_q = _uniform(seq_lens, total_q, num_seqs)
     cu = _view_on(device, "cu_seqlens_q", cu_seqlens_q, (INT32,), (num_seqs + 1,))
-    if out is None:
-        out = empty_like(query, q.shape, q.dtype)
-    o = _view_on(device, "out", out, (q.dtype,), q.shape, True)
-    if lse is None and return_lse:
-        lse = empty_like(query, (num_heads, total_q), FLOAT32)
+    o = _view_on(device, "out", out, (q.dtype,), (total_q, num_heads, head_dim), True)
     lse_ptr = lse_head = lse_token = 0
     if lse is not None:
         lse_ptr, lse_head, lse_token = _lse("lse", lse, device, num_heads, total_q, True)
-    chunk = (0, 0, 0, 0, 0, 0)
-    if chunk_key is not None or chunk_value is not None:
-        chunk = _chunk(chunk_key, chunk_value, device, q.dtype, (total_q, num_kv_heads, head_dim))
-    sinks_ptr = 0
+    sinks_ptr = first_ptr = space = space_bytes = 0
     if sinks is not None:
         sinks_ptr = _view_on(device, "sinks", sinks, (FLOAT32,), (num_heads,)).ptr
-    first_ptr = 0
     if first_positions is not None:
         first_ptr = _view_on(device, "first_positions", first_positions, (INT32,),
                              (num_seqs,)).ptr
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    name, stream = _where(backend, device)
-
-    def packed(space, space_bytes):
-        return _lib.pack_attention(
-            q.dtype, q.ptr, o.ptr, lse_ptr, num_seqs, num_heads, total_q, softmax_scale, softcap,
-            sinks_ptr, causal, 0, window, cache.packed, table.ptr, max_blocks, table.strides[0],
-            cu.ptr, lens.ptr, first_ptr, chunk[0], chunk[1], *q.strides[:2], *o.strides[:2],
-            *chunk[2:], lse_head, lse_token, tile_tokens, max_q_len, max_seq_len, name,
-            num_threads, 0, stream, space, space_bytes)
-
-    if workspace is None:
-        need = ctypes.c_size_t()
-        check(lib.kvtile_workspace_bytes(packed(0, 0), ctypes.byref(need)))
-        space_bytes = need.value
-        if device is None:
-            space = _host_scratch(space_bytes)
-        else:
-            workspace = empty_like(query, (space_bytes,), UINT8)
-            space = workspace.data_ptr()
-    else:
+    chunk = (0, 0, 0, 0, 0, 0)
+    if chunk_key is not None or chunk_value is not None:
+        chunk = _chunk(chunk_key, chunk_value, device, q.dtype, (total_q, num_kv_heads, head_dim))
+    if workspace is not None:
         array = _view_on(device, "workspace", workspace, (UINT8,), ("bytes",), True)
         space, space_bytes = array.ptr, array.shape[0]
-    check(lib.kvtile_attend(packed(space, space_bytes),
-                            None if report is None else ctypes.byref(report)))
-    return out if lse is None else (out, lse)
+    return _Plan(
+        q.dtype, device, num_seqs, num_heads, total_q, max_blocks, table.strides[0],
+        (*q.strides[:2], *o.strides[:2], *chunk[2:], lse_head, lse_token), space_bytes,
+        [q.ptr, o.ptr, lse_ptr, table.ptr, cu.ptr, lens.ptr, sinks_ptr, first_ptr, *chunk[:2],
+         space], {})
 
 
 def _lse(name, lse, device, num_heads, total_q, writable=False):
@@ -261,15 +318,16 @@ def _chunk(key, value, device, dtype, shape):
     return key.ptr, value.ptr, *key.strides[:2], *value.strides[:2]
 
 
-def _uniform(like, total_q, num_seqs):
+def _uniform(query, seq_lens):
+    total_q, num_seqs = len(query), len(seq_lens)
     if num_seqs < 1 or total_q % num_seqs:
         raise InvalidArgument(f"cu_seqlens_q: got None for {total_q} rows of {num_seqs} "
                               "sequences, wanted offsets")
     step = total_q // num_seqs
-    if is_torch(like):
+    if is_torch(seq_lens):
         import torch
 
-        return torch.arange(num_seqs + 1, dtype=torch.int32, device=like.device) * step
+        return torch.arange(num_seqs + 1, dtype=torch.int32, device=seq_lens.device) * step
     return np.arange(num_seqs + 1, dtype=np.int32) * np.int32(step)
 
 
@@ -291,7 +349,7 @@ def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_
     # The library reads no pointer here, only whether there is one.
     present = WORKSPACE_ALIGNMENT
     raw = present if chunk else 0
-    call = _lib.pack_attention(
+    call = pack_attention(
         dtype_code("dtype", dtype), present, present, present, num_seqs, num_heads, total_q,
         1.0, softcap, present if sinks else 0, causal, 0, window, cache, present, 0, 0, present,
         present, 0, raw, raw, *[0] * 10, tile_tokens, 0, 0,
