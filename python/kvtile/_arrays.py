@@ -15,6 +15,7 @@ import numpy as np
 from kvtile._lib import BFLOAT16, FLOAT16, FLOAT32
 from kvtile.errors import InvalidArgument
 
+_ndarray = np.ndarray
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 INT32, INT64, UINT8 = "int32", "int64", "uint8"
@@ -43,16 +44,20 @@ def layout(a):
     """What validation depends on but the address: a key for its result. None for None."""
     if a is None:
         return None
-    if type(a) is _tensor or is_torch(a):
-        return a.dtype, a.shape, a.stride(), a.device
-    return a.dtype, a.shape, a.strides
+    kind = type(a)
+    if kind is _ndarray or not (kind is _tensor or is_torch(a)):
+        return a.dtype, a.shape, a.strides
+    return a.dtype, a.shape, a.stride(), a.device
 
 
 def pointer(a, writable=False):
     """Address of an array whose layout was validated (0 for None), None to validate it again."""
-    if type(a) is _tensor:
+    if a is None:
+        return 0
+    kind = type(a)
+    if kind is _tensor:
         return a.data_ptr() or None
-    if type(a) is np.ndarray:
+    if kind is _ndarray:
         try:
             # Four times as fast as a.ctypes, for writable contiguous arrays.
             ptr = _addressof(_from_buffer(a))
@@ -61,7 +66,7 @@ def pointer(a, writable=False):
                 return None
             ptr = a.ctypes.data
         return None if ptr & (a.itemsize - 1) else ptr
-    return 0 if a is None else None
+    return None
 
 
 def _fill_torch():

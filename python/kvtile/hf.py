@@ -137,8 +137,10 @@ class PackedLayer(CacheLayerMixin):
         q_len = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
         return self.seq_len + q_len, 0
 
-    def get_max_cache_shape(self):
+    def get_max_length(self):
         return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def _refuse(self, *args, **kwargs):
         raise Unsupported("past_key_values: got a request to reorder, crop, repeat, select or "
