@@ -195,6 +195,7 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
     if cu_seqlens_q is None:
         cu_seqlens_q = _uniform(query, seq_lens)
     if out is None:
+        _length("query", query)
         out = empty_like(query, query.shape)
     if lse is None and return_lse:
         lse = empty_like(query, query.shape[1::-1], FLOAT32)
@@ -318,8 +319,16 @@ def _chunk(key, value, device, dtype, shape):
     return key.ptr, value.ptr, *key.strides[:2], *value.strides[:2]
 
 
+def _length(name, a):
+    shape = getattr(a, "shape", ())
+    if not shape or not hasattr(a, "dtype"):
+        raise InvalidArgument(f"{name}: got {type(a).__name__}, wanted a numpy array or a torch "
+                              "tensor")
+    return shape[0]
+
+
 def _uniform(query, seq_lens):
-    total_q, num_seqs = len(query), len(seq_lens)
+    total_q, num_seqs = _length("query", query), _length("seq_lens", seq_lens)
     if num_seqs < 1 or total_q % num_seqs:
         raise InvalidArgument(f"cu_seqlens_q: got None for {total_q} rows of {num_seqs} "
                               "sequences, wanted offsets")
