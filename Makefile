@@ -18,7 +18,7 @@ CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
 FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
 
 .SECONDARY:
-.PHONY: all demo test bench cuda test-gpu asan clang aarch64 fuzz format format-check clean
+.PHONY: all demo test bench cuda test-gpu test-gpu-sanitize asan clang aarch64 fuzz format format-check clean
 all: build-cpu
 
 # Installs the packages of one group that dpkg does not list as installed; asks apt for nothing
@@ -61,9 +61,18 @@ bench: build/.packages-BENCH build/bench/build.ninja
 cuda: build/cuda/build.ninja
 	cmake --build --preset cuda -j $(JOBS)
 
-# The GPU tests, on a machine with one.
+# The GPU tests, on a machine with one: one binary, through the public interface.
 test-gpu: cuda
 	build/cuda/tests/kvtile_gpu_tests
+
+# The small ones again under each tool of compute-sanitizer.
+SANITIZE_FILTER ?= SanitizerGpuTest.*:MergeGpuTest.IdentityNaNAndAliasing
+test-gpu-sanitize: cuda
+	@for tool in memcheck racecheck initcheck; do \
+	  echo "compute-sanitizer $$tool"; \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 build/cuda/tests/kvtile_gpu_tests \
+	    --gtest_filter='$(SANITIZE_FILTER)' --gtest_brief=1 || exit 1; \
+	done
 
 # The tests under AddressSanitizer and UndefinedBehaviorSanitizer.
 asan: build/asan/build.ninja

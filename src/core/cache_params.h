@@ -5,8 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "kvtile/cache.h"
+#include "kvtile/status.h"
 #include "src/core/hd.h"
 
 namespace kvtile::cuda {
@@ -62,6 +64,10 @@ struct CacheParams {
     return slot(block, entry - block * block_size, head);
   }
 };
+
+// Kernels read slots by 2-byte words: kUnsupported for an odd address or stride. `backend` goes
+// into the message.
+Status check_word_cache(const PagedCache& cache, std::string_view backend);
 
 inline CacheParams make_cache_params(const PagedCache& cache) {
   CacheParams params;
