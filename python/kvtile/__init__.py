@@ -4,7 +4,7 @@ Arrays are numpy arrays or torch tensors, on the host or on a CUDA device; nothi
 has no bfloat16: where a bfloat16 array is accepted, a uint16 array holds its bits.
 """
 
-from kvtile._lib import RunReport, backends, version
+from kvtile._lib import Device, RunReport, backends, devices, version
 from kvtile.cache import PagedCache, SlotFormat, presets
 from kvtile.errors import (InvalidArgument, KvtileError, NonFinite, OutOfRange, Unavailable,
                            Unsupported, ValueOverflow, WorkspaceTooSmall)
@@ -12,8 +12,8 @@ from kvtile.ops import (EncodeReport, attend, decode, encode, merge_states, work
 
 __version__ = version()
 __all__ = [
-    "EncodeReport", "InvalidArgument", "KvtileError", "NonFinite", "OutOfRange", "PagedCache",
+    "Device", "EncodeReport", "InvalidArgument", "KvtileError", "NonFinite", "OutOfRange", "PagedCache",
     "RunReport", "SlotFormat", "Unavailable", "Unsupported", "ValueOverflow", "WorkspaceTooSmall",
-    "attend", "backends", "decode", "encode", "merge_states", "presets", "version",
+    "attend", "backends", "decode", "devices", "encode", "merge_states", "presets", "version",
     "workspace_bytes",
 ]

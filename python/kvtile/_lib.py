@@ -11,7 +11,7 @@ import functools
 import os
 import pathlib
 import struct
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 
 from kvtile import errors
 
@@ -28,6 +28,9 @@ class Struct(ctypes.Structure):
 
 def _int64(*names):
     return [(name, c_int64) for name in names]
+
+
+_STREAM = [("stream", c_void_p), ("device_plus_one", c_int32), ("reserved", c_int32)]
 
 
 class Format(Struct):
@@ -59,14 +62,14 @@ class EncodeCall(Struct):
                 *_int64("num_tokens", "key_stride_token", "key_stride_head",
                         "value_stride_token", "value_stride_head"),
                 ("slot_mapping", c_void_p), ("cache", Cache), ("checked", c_int32),
-                ("num_threads", c_int32), ("backend", c_char_p), ("stream", c_void_p)]
+                ("num_threads", c_int32), ("backend", c_char_p), *_STREAM]
 
 
 class DecodeCall(Struct):
     _fields_ = [("size", c_uint32), ("dtype", c_int32), ("cache", Cache),
                 ("slot_mapping", c_void_p), ("num_tokens", c_int64), ("key", c_void_p),
                 ("value", c_void_p), ("unrotate_keys", c_int32), ("num_threads", c_int32),
-                ("backend", c_char_p), ("stream", c_void_p)]
+                ("backend", c_char_p), *_STREAM]
 
 
 class AttentionCall(Struct):
@@ -82,7 +85,7 @@ class AttentionCall(Struct):
                         "out_stride_head", "chunk_key_stride_token", "chunk_key_stride_head",
                         "chunk_value_stride_token", "chunk_value_stride_head", "lse_stride_head",
                         "lse_stride_token", "tile_tokens", "max_q_len", "max_seq_len"),
-                ("backend", c_char_p), ("num_threads", c_int32), ("reserved2", c_int32),
+                ("backend", c_char_p), ("num_threads", c_int32), ("device_plus_one", c_int32),
                 ("stream", c_void_p), ("workspace", c_void_p), ("workspace_bytes", c_size_t)]
 
 
@@ -109,7 +112,20 @@ class MergeCall(Struct):
                 ("lse", c_void_p),
                 *_int64("out_stride_token", "out_stride_head", "lse_stride_head",
                         "lse_stride_token"),
-                ("backend", c_char_p), ("stream", c_void_p)]
+                ("backend", c_char_p), *_STREAM]
+
+
+class Device(Struct):
+    """A CUDA device.
+
+    arch: 10 * major + minor. copy_gb_per_s: bytes read plus bytes written; copy_rate_measured is 0
+    where it is derived from the memory clock. name: bytes.
+    """
+    _fields_ = [("size", c_uint32),
+                *[(name, c_int32) for name in ("arch", "num_sms", "shared_bytes_per_block",
+                                               "shared_bytes_per_sm", "copy_rate_measured")],
+                *_int64("l2_bytes", "memory_bytes"), ("copy_gb_per_s", c_double),
+                ("name", c_char_p)]
 
 
 _CODES = {c_uint32: "I", c_int32: "i", c_int64: "q", c_float: "f", c_size_t: "Q", c_void_p: "Q",
@@ -153,6 +169,7 @@ def _load():
                         ("merge", 1), ("slot_layout", 2), ("match_descriptor", 2)):
         getattr(lib, f"kvtile_{name}").argtypes = [c_char_p] + [c_void_p] * (count - 1)
     lib.kvtile_cache_descriptor.argtypes = [c_char_p, c_void_p, c_size_t, c_void_p]
+    lib.kvtile_device_info.argtypes = [ctypes.c_int, c_void_p]
     lib.kvtile_parse_preset.argtypes = [c_char_p, ctypes.c_int, ctypes.c_int, c_void_p]
     return lib
 
@@ -175,6 +192,17 @@ def version() -> str:
 def backends() -> tuple[str, ...]:
     """Names of the library's backends, in its order of preference; the last is "cpu"."""
     return tuple(lib.kvtile_backend_name(i).decode() for i in range(lib.kvtile_num_backends()))
+
+
+def devices() -> tuple[Device, ...]:
+    """CUDA devices the library can use, by ordinal; empty without a CUDA build, driver or device.
+
+    Raises Unsupported for an architecture this build has no code for.
+    """
+    found = tuple(Device() for _ in range(lib.kvtile_num_devices()))
+    for ordinal, device in enumerate(found):
+        check(lib.kvtile_device_info(ordinal, ctypes.byref(device)))
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -96,7 +96,7 @@ class PagedCache:
             *(strides[1:] if token_major else strides[:0:-1]), format.packed)
         # Decoding no slot checks what the library knows of a cache: strides, overlap, extent.
         _lib.check(_lib.lib.kvtile_decode(
-            _lib.pack_decode(_lib.FLOAT32, self.packed, 0, 0, 0, 0, 0, 0, 0, 0)))
+            _lib.pack_decode(_lib.FLOAT32, self.packed, *[0] * 10)))
 
     @classmethod
     def zeros(cls, num_blocks: int, block_size: int, num_kv_heads: int, format: SlotFormat,

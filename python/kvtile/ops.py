@@ -37,19 +37,19 @@ _CPU = _lib.c_string("cpu")
 
 
 def _where(backend, device):
-    """(backend name's address, CUDA stream) of a call whose arrays are on `device`."""
+    """(backend name's address, CUDA stream, device_plus_one) of a call with arrays on `device`."""
     if device is None:
         if backend is None:
-            return _CPU, 0
+            return _CPU, 0, 0
         if backend.split("/")[0] != "cpu":
             raise InvalidArgument(f"backend: got {backend} for arrays on cpu, wanted cpu")
-        return _lib.c_string(backend), 0
+        return _lib.c_string(backend), 0, 0
     if backend is not None and backend.split("/")[0] != "cuda":
         raise InvalidArgument(
             f"backend: got {backend} for arrays on {device_text(device)}, wanted cuda")
     import torch
 
-    return _lib.c_string(backend or "cuda"), torch.cuda.current_stream(device).cuda_stream
+    return _lib.c_string(backend or "cuda"), torch.cuda.current_stream(device).cuda_stream, device + 1
 
 
 def _check_cache(cache, device, writable=False):
@@ -90,10 +90,10 @@ def encode(key, value, cache: PagedCache, slot_mapping, *, checked: bool = False
     _check_cache(cache, device, writable=True)
     if report and device is not None:
         raise InvalidArgument("report: got True for arrays on a GPU, wanted False")
-    name, stream = _where(backend, device)
+    name, stream, ordinal = _where(backend, device)
     call = _lib.pack_encode(
         key.dtype, key.ptr, value.ptr, num_tokens, *key.strides[:2], *value.strides[:2],
-        slots.ptr, cache.packed, checked, num_threads, name, stream)
+        slots.ptr, cache.packed, checked, num_threads, name, stream, ordinal, 0)
     if not report:
         check(lib.kvtile_encode(call, None))
         return None
@@ -125,10 +125,10 @@ def decode(cache: PagedCache, slot_mapping, *, dtype="float32", key=None, value=
         array = _view_on(device, label, out, (code,), shape, writable=True)
         _check_dense(label, array)
         outs.append(array)
-    name, stream = _where(backend, device)
+    name, stream, ordinal = _where(backend, device)
     check(lib.kvtile_decode(_lib.pack_decode(
         code, cache.packed, slots.ptr, num_tokens, outs[0].ptr, outs[1].ptr, unrotate_keys,
-        num_threads, name, stream)))
+        num_threads, name, stream, ordinal, 0)))
     return outs[0].source, outs[1].source
 
 
@@ -184,7 +184,8 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
     workspace: uint8 of at least workspace_bytes(...) bytes, 64-byte aligned, for this call alone;
         None = the thread's own scratch on the CPU, torch's allocator on a GPU.
     tile_tokens: cached tokens held decoded at once, 0 = 32768; results do not depend on it.
-    max_q_len, max_seq_len: upper bounds or 0, launch hints on a GPU. backend: one of backends()
+    max_q_len, max_seq_len: upper bounds, 0 = unknown; used on a GPU, where a sequence beyond one
+        gives NaN or misses keys and max_q_len decides which engine runs. backend: one of backends()
         or such a name with a variant ("cpu/avx2"); None = by device. report: filled in.
 
     Returns out, or (out, lse) when there is an lse. A row that sees nothing is 0 with lse -inf.
@@ -219,7 +220,7 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
      chunk_value_ptr, space) = pointers
     if softmax_scale is None:
         softmax_scale = cache.head_dim**-0.5
-    name, stream = _where(backend, plan.device)
+    name, stream, ordinal = _where(backend, plan.device)
 
     def packed(space, space_bytes):
         return pack_attention(
@@ -227,11 +228,11 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
             softmax_scale, softcap, sinks_ptr, causal, 0, window, cache.packed, table_ptr,
             plan.max_blocks, plan.table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr,
             chunk_value_ptr, *plan.strides, tile_tokens, max_q_len, max_seq_len, name,
-            num_threads, 0, stream, space, space_bytes)
+            num_threads, ordinal, stream, space, space_bytes)
 
     space_bytes = plan.workspace_bytes
     if workspace is None:
-        shape = (causal, window, softcap, tile_tokens, name, num_threads)
+        shape = (causal, window, softcap, tile_tokens, max_q_len, name, num_threads)
         space_bytes = plan.needs.get(shape)
         if space_bytes is None:
             need = ctypes.c_size_t()
@@ -343,12 +344,14 @@ def _uniform(query, seq_lens):
 def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_heads: int,
                     block_size: int, num_seqs: int = 1, dtype="bfloat16", chunk: bool = False,
                     causal: bool = True, window: int = 0, softcap: float = 0.0,
-                    sinks: bool = False, tile_tokens: int = 0, backend: str | None = "cpu",
+                    sinks: bool = False, tile_tokens: int = 0, max_q_len: int = 0,
+                    backend: str = "cpu", device: int | None = None,
                     num_threads: int = 0) -> int:
     """Bytes of scratch that attend() uses for calls of at most these shapes.
 
     The cached length does not enter: the same bytes serve every context. chunk: whether raw keys
-    and values are passed. The other arguments are attend()'s. Raises Unsupported naming the
+    and values are passed. backend: "cpu", "cuda" or another of backends(); device: CUDA ordinal,
+    None = the current one. The other arguments are attend()'s. Raises Unsupported naming the
     parameter when the backend cannot run such a call, so this is the question "is it supported"
     as well; Unavailable when the build or machine lacks the backend.
     """
@@ -361,8 +364,8 @@ def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_
     call = pack_attention(
         dtype_code("dtype", dtype), present, present, present, num_seqs, num_heads, total_q,
         1.0, softcap, present if sinks else 0, causal, 0, window, cache, present, 0, 0, present,
-        present, 0, raw, raw, *[0] * 10, tile_tokens, 0, 0,
-        0 if backend is None else _lib.c_string(backend), num_threads, 0, 0, 0, 0)
+        present, 0, raw, raw, *[0] * 10, tile_tokens, max_q_len, 0,
+        _lib.c_string(backend), num_threads, 0 if device is None else device + 1, 0, 0, 0)
     need = ctypes.c_size_t()
     check(lib.kvtile_workspace_bytes(call, ctypes.byref(need)))
     return need.value
@@ -403,8 +406,8 @@ def merge_states(states, *, out=None, lse=None, dtype=None, backend: str | None 
         lse = empty_like(states[0][0], (num_heads, total_q), FLOAT32)
     o = _view_on(device, "out", out, FLOATS, shape, True)
     lse_ptr, lse_head, lse_token = _lse("lse", lse, device, num_heads, total_q, True)
-    name, stream = _where(backend, device)
+    name, stream, ordinal = _where(backend, device)
     check(lib.kvtile_merge(_lib.pack_merge(
         o.dtype, ctypes.addressof(parts), len(states), num_heads, total_q, head_dim, num_threads,
-        o.ptr, lse_ptr, *o.strides[:2], lse_head, lse_token, name, stream)))
+        o.ptr, lse_ptr, *o.strides[:2], lse_head, lse_token, name, stream, ordinal, 0)))
     return out, lse
