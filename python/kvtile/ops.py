@@ -211,7 +211,8 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
         plan = _plan(cache, arrays)
         if len(cache.plans) >= MAX_PLANS:
             cache.plans.clear()
-        cache.plans[key] = plan
+        if key is not None:
+            cache.plans[key] = plan
     cache.check_alive()
     pointers = list(map(pointer, arrays, _WRITTEN))
     if None in pointers:
