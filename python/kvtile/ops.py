@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtile import _lib
-from kvtile._arrays import (FLOATS, INT32, INT64, UINT8, device_text, dtype_code, empty_like,
-                            is_torch, layout, pointer, same_device, view)
+from kvtile._arrays import (DTYPE_NAMES, FLOATS, INT32, INT64, UINT8, addresses, device_text,
+                            dtype_code, empty_like, family, is_torch, layout, same_device, view)
 from kvtile._lib import FLOAT32, WORKSPACE_ALIGNMENT, RunReport, check, lib, pack_attention
 from kvtile.cache import PagedCache, SlotFormat
 from kvtile.errors import InvalidArgument
@@ -214,48 +214,52 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
         if key is not None:
             cache.plans[key] = plan
     cache.check_alive()
-    pointers = list(map(pointer, arrays, _WRITTEN))
-    if None in pointers:
-        pointers = _plan(cache, arrays).pointers
+    (dtype, device, num_seqs, num_heads, total_q, max_blocks, table_stride, strides, space_bytes,
+     kind, known, needs) = plan
+    pointers = addresses(arrays, kind, _WRITTEN)
     (q_ptr, out_ptr, lse_ptr, table_ptr, cu_ptr, lens_ptr, sinks_ptr, first_ptr, chunk_key_ptr,
      chunk_value_ptr, space) = pointers
+    # The layout does not tell a freed tensor, read-only memory or an odd address: look again.
+    if (pointers.count(0) != known.count(0) or
+            (q_ptr | out_ptr | chunk_key_ptr | chunk_value_ptr) & (1 if dtype else 3) or
+            (lse_ptr | table_ptr | cu_ptr | lens_ptr | sinks_ptr | first_ptr) & 3):
+        _plan(cache, arrays)
     if softmax_scale is None:
         softmax_scale = cache.head_dim**-0.5
-    name, stream, ordinal = _where(backend, plan.device)
-
-    def packed(space, space_bytes):
-        return pack_attention(
-            plan.dtype, q_ptr, out_ptr, lse_ptr, plan.num_seqs, plan.num_heads, plan.total_q,
-            softmax_scale, softcap, sinks_ptr, causal, 0, window, cache.packed, table_ptr,
-            plan.max_blocks, plan.table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr,
-            chunk_value_ptr, *plan.strides, tile_tokens, max_q_len, max_seq_len, name,
-            num_threads, ordinal, stream, space, space_bytes)
-
-    space_bytes = plan.workspace_bytes
+    name, stream, ordinal = _where(backend, device)
     if workspace is None:
         shape = (causal, window, softcap, tile_tokens, max_q_len, name, num_threads)
-        space_bytes = plan.needs.get(shape)
+        space_bytes = needs.get(shape)
         if space_bytes is None:
-            need = ctypes.c_size_t()
-            check(lib.kvtile_workspace_bytes(packed(0, 0), ctypes.byref(need)))
-            space_bytes = plan.needs[shape] = need.value
-        if plan.device is None:
+            space_bytes = needs[shape] = workspace_bytes(
+                cache.format, total_q=total_q, num_heads=num_heads,
+                num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, num_seqs=num_seqs,
+                dtype=DTYPE_NAMES[dtype], chunk=chunk_key is not None, causal=causal,
+                window=window, softcap=softcap, sinks=sinks is not None, tile_tokens=tile_tokens,
+                max_q_len=max_q_len, backend=backend or ("cpu" if device is None else "cuda"),
+                device=device, num_threads=num_threads)
+        if device is None:
             space = _host_scratch(space_bytes)
         else:
             workspace = empty_like(query, (space_bytes,), UINT8)
             space = workspace.data_ptr()
-    check(lib.kvtile_attend(packed(space, space_bytes),
-                            None if report is None else ctypes.byref(report)))
+    check(lib.kvtile_attend(
+        pack_attention(
+            dtype, q_ptr, out_ptr, lse_ptr, num_seqs, num_heads, total_q, softmax_scale, softcap,
+            sinks_ptr, causal, 0, window, cache.packed, table_ptr, max_blocks, table_stride,
+            cu_ptr, lens_ptr, first_ptr, chunk_key_ptr, chunk_value_ptr, *strides, tile_tokens,
+            max_q_len, max_seq_len, name, num_threads, ordinal, stream, space, space_bytes),
+        None if report is None else ctypes.byref(report)))
     return out if lse is None else (out, lse)
 
 
 # Validating every array costs more than a decode call may: its result is kept by the layouts.
 MAX_PLANS = 256
-_WRITTEN = (False, True, True, False, False, False, False, False, False, False, True)
+_WRITTEN = (1, 2, 10)  # out, lse and workspace among attend()'s arrays
 
 
 class _Plan(NamedTuple):
-    """A validated set of layouts, in the terms of the call struct; `pointers` as of validation."""
+    """A validated set of layouts, in the terms of the call struct."""
 
     dtype: int
     device: int | None
@@ -266,7 +270,8 @@ class _Plan(NamedTuple):
     table_stride: int
     strides: tuple
     workspace_bytes: int
-    pointers: list
+    family: str | None  # which way to the addresses is the short one
+    pointers: list  # as of validation
     needs: dict  # workspace bytes by the scalar arguments they depend on
 
 
@@ -301,6 +306,7 @@ def _plan(cache, arrays):
     return _Plan(
         q.dtype, device, num_seqs, num_heads, total_q, max_blocks, table.strides[0],
         (*q.strides[:2], *o.strides[:2], *chunk[2:], lse_head, lse_token), space_bytes,
+        family(arrays),
         [q.ptr, o.ptr, lse_ptr, table.ptr, cu.ptr, lens.ptr, sinks_ptr, first_ptr, *chunk[:2],
          space], {})
 
