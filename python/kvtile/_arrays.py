@@ -103,7 +103,8 @@ def _view_numpy(name, a, dtypes, writable):
     ptr = a.ctypes.data
     byte_strides = a.strides
     if ptr % item or any(s % item for s in byte_strides):
-        raise InvalidArgument(f"{name}: got an unaligned array, wanted elements aligned to {item} bytes")
+        raise InvalidArgument(
+            f"{name}: got an unaligned array, wanted elements aligned to {item} bytes")
     return ptr, dtype, a.shape, tuple([s // item for s in byte_strides]), None
 
 

@@ -7,7 +7,6 @@ backend "cuda" on torch's current stream of its device. Nothing is copied and no
 """
 
 import ctypes
-import math
 import threading
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ _CPU = _lib.c_string("cpu")
 
 
 def _where(backend, device):
-    """(backend name's address, CUDA stream, device_plus_one) of a call with arrays on `device`."""
+    """(backend name's address, CUDA stream, device_plus_one) for arrays on `device`."""
     if device is None:
         if backend is None:
             return _CPU, 0, 0

@@ -4,9 +4,9 @@
     torch.ops.kvtile.attend(query, out, pages, block_table, seq_lens, cu_seqlens_q, "4bit_nc")
 
 Operators take the pages tensor and the preset instead of a PagedCache, because only tensors and
-numbers cross torch's dispatcher. All write into tensors the caller made (`out`, `lse`, `pages`, ...)
-and return nothing, so that a CUDA graph replays them over the same memory; with a `workspace` an
-attend allocates nothing. Fake implementations let torch.compile(fullgraph=True) trace through.
+numbers cross torch's dispatcher. All write into tensors the caller made (`out`, `lse`, `pages`) and
+return nothing, so that a CUDA graph replays them over the same memory; with a `workspace` an attend
+allocates nothing. Fake implementations let torch.compile(fullgraph=True) trace through.
 Shapes, dtypes and errors are those of the functions of the same name in `kvtile`.
 """
 

@@ -15,7 +15,8 @@ class Case:
         self.q_lens = q_lens
         max_blocks = max(-(-n // block_size) for n in seq_lens)
         num_blocks = max_blocks * len(seq_lens) + 3
-        inner = (block_size, num_kv_heads) if layout == "token_major" else (num_kv_heads, block_size)
+        inner = (block_size, num_kv_heads)
+        inner = inner if layout == "token_major" else inner[::-1]
         pages = np.full((num_blocks, *inner, self.format.slot_bytes + padding), 0xFF, np.uint8)
         self.cache = kvtile.PagedCache(pages, self.format, layout)
         self.block_table = rng.permutation(num_blocks)[:max_blocks * len(seq_lens)].astype(
