@@ -9,7 +9,8 @@ DEMO_CONTEXT ?= 1010000
 
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BUILD_PACKAGES := g++-12 cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev \
-  nlohmann-json3-dev libgtest-dev python3 python3-numpy python3-pytest
+  nlohmann-json3-dev libgtest-dev python3
+TEST_PACKAGES := python3-numpy python3-pytest
 BENCH_PACKAGES := libbenchmark-dev libopenblas-dev
 FORMAT_PACKAGES := clang-format-14
 CLANG_PACKAGES := clang-14 libclang-rt-14-dev libomp-14-dev
@@ -47,7 +48,7 @@ build/%/build.ninja: CMakePresets.json | build/.packages-BUILD
 build-cpu: build/cpu/build.ninja
 	cmake --build --preset cpu -j $(JOBS)
 
-test: build-cpu
+test: build-cpu build/.packages-TEST
 	ctest --preset cpu -j $(JOBS)
 
 # The Python package as a user installs it, in an environment of its own, with torch and transformers

@@ -12,8 +12,8 @@ from kvtile.ops import (EncodeReport, attend, decode, encode, merge_states, work
 
 __version__ = version()
 __all__ = [
-    "Device", "EncodeReport", "InvalidArgument", "KvtileError", "NonFinite", "OutOfRange", "PagedCache",
-    "RunReport", "SlotFormat", "Unavailable", "Unsupported", "ValueOverflow", "WorkspaceTooSmall",
-    "attend", "backends", "decode", "devices", "encode", "merge_states", "presets", "version",
-    "workspace_bytes",
+    "Device", "EncodeReport", "InvalidArgument", "KvtileError", "NonFinite", "OutOfRange",
+    "PagedCache", "RunReport", "SlotFormat", "Unavailable", "Unsupported", "ValueOverflow",
+    "WorkspaceTooSmall", "attend", "backends", "decode", "devices", "encode", "merge_states",
+    "presets", "version", "workspace_bytes",
 ]

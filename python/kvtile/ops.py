@@ -48,7 +48,8 @@ def _where(backend, device):
             f"backend: got {backend} for arrays on {device_text(device)}, wanted cuda")
     import torch
 
-    return _lib.c_string(backend or "cuda"), torch.cuda.current_stream(device).cuda_stream, device + 1
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return _lib.c_string(backend or "cuda"), stream, device + 1
 
 
 def _check_cache(cache, device, writable=False):
@@ -144,7 +145,7 @@ _scratch = threading.local()
 
 
 def _host_scratch(count):
-    """Address of `count` aligned bytes that this thread's next call reuses; grows, never shrinks."""
+    """Address of `count` aligned bytes that this thread's next call reuses; it only grows."""
     held = getattr(_scratch, "bytes", None)
     if held is None or held.size < count + WORKSPACE_ALIGNMENT:
         held = _scratch.bytes = np.empty(count + WORKSPACE_ALIGNMENT, np.uint8)
