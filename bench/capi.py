@@ -19,6 +19,11 @@ class KvtileError(RuntimeError):
     pass
 
 
+def pointer(array):
+    """Address of a numpy array."""
+    return array.ctypes.data
+
+
 class Library:
     def __init__(self, path):
         self._lib = ctypes.CDLL(path)
