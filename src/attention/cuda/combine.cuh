@@ -28,7 +28,7 @@ __device__ inline void store_element(void* base, DType dtype, int64_t index, flo
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(32 * kCombineMaxWarps)
+__global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
     rows_combine_kernel(const __grid_constant__ RowsParams p) {
   constexpr int kElements = kDim / 32;
   __shared__ float shared_out[kCombineMaxWarps][kDim];

@@ -17,6 +17,8 @@
 
 namespace kvtile::cuda {
 
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
+
 // A chunk's record: barrier, address, note, how many warps have left it, and the place of the first
 // group it takes. A note that is not 0
 // marks a chunk filled by hand; its low bits, tokens that are visible but have no page.
@@ -276,9 +278,12 @@ __device__ void merge_page_lanes(RowsWarp<Config>& state, uint32_t exchange, int
   }
 }
 
+#endif  // sm_90
+
 template <class Config>
 __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     rows_pages_kernel(const __grid_constant__ RowsParams p) {
+#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
   if constexpr (kRowsWide) {
     __shared__ RowsTile tile;
     __shared__ RowsRange range;
@@ -364,6 +369,7 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       __syncthreads();
     }
   }
+#endif
 }
 
 }  // namespace kvtile::cuda
