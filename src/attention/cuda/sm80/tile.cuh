@@ -136,14 +136,15 @@ __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xf
 // Adds this span's accumulators to the carried state of the piece and clears them. The carried
 // state is read only when `carried`, that is after the piece's first span; a row whose carried
 // reference is -inf has no payload. While no reference has `moved` since it was written, the sums
-// are made in the memory and nobody waits for them: the same bits.
+// are made in the memory and nobody waits for them: the same bits. Not on sm_120, where `moved`
+// would spill.
 template <int kHeadDim, int kRowTiles>
 __device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4],
                                            float (&l)[kRowTiles][2], const float (&m)[kRowTiles][2],
                                            float4* carry, float2* softmax, bool carried,
                                            bool moved) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ == 900
   if (carried && !moved) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
