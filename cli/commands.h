@@ -12,6 +12,7 @@ namespace kvtile {
 void add_prefill_command(CLI::App& app, int* exit_code);
 void add_verify_command(CLI::App& app, int* exit_code);
 void add_inspect_command(CLI::App& app, int* exit_code);
+void add_devices_command(CLI::App& app, int* exit_code);
 
 // Options that describe how a cache's bytes are to be read; the same in every command.
 struct CacheOptions {
@@ -29,5 +30,8 @@ struct CacheOptions {
 
 // "option: got value, wanted >= least" unless value >= least.
 Status check_at_least(const char* option, int64_t value, int64_t least);
+
+// A backend of this build that this machine has a device for.
+Status check_backend(const std::string& name);
 
 }  // namespace kvtile

@@ -7,7 +7,9 @@
 
 #include "cli/commands.h"
 #include "cli/output.h"
+#include "cli/staged.h"
 #include "kvtile/attention.h"
+#include "src/core/device.h"
 #include "src/core/status.h"
 
 namespace kvtile {
@@ -52,6 +54,20 @@ Status check_at_least(const char* option, int64_t value, int64_t least) {
   return value >= least ? Status() : invalid(option, value, fmt::format(">= {}", least));
 }
 
+Status check_backend(const std::string& name) {
+  std::string names;
+  bool known = false;
+  for (int i = 0; i < num_backends(); ++i) {
+    known = known || name == backend_name(i);
+    if (i > 0) names += ", ";
+    names += backend_name(i);
+  }
+  if (!known) return invalid("--backend", name, fmt::format("one that this build has: {}", names));
+  if (!is_cuda_backend(name.c_str())) return {};
+  const DeviceInfo* device;
+  return backend_device(name, -1, &device);
+}
+
 namespace {
 
 int run(int argc, char** argv) {
@@ -62,6 +78,7 @@ int run(int argc, char** argv) {
   add_prefill_command(app, &exit_code);
   add_verify_command(app, &exit_code);
   add_inspect_command(app, &exit_code);
+  add_devices_command(app, &exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

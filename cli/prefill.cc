@@ -13,6 +13,7 @@
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/prefill_run.h"
+#include "cli/staged.h"
 #include "src/core/status.h"
 
 namespace kvtile {
@@ -80,19 +81,6 @@ Status open_layers(const PrefillOptions& options, int num_threads,
   if (options.synthetic) return synthetic_layer(options, num_threads, layers);
   if (options.layer) KVTILE_RETURN_IF_ERROR(check_at_least("--layer", *options.layer, 0));
   return open_capture(options.input, options.layer.value_or(-1), layers);
-}
-
-Status check_backend(const std::string& name) {
-  std::string names;
-  bool known = false;
-  for (int i = 0; i < num_backends(); ++i) {
-    known = known || name == backend_name(i);
-    if (i > 0) names += ", ";
-    names += backend_name(i);
-  }
-  if (!known) return invalid("--backend", name, fmt::format("one that this build has: {}", names));
-  if (name != "cpu") return unsupported("--backend", name, "cpu, where prefill keeps its cache");
-  return {};
 }
 
 // Everything that does not depend on the layer.
@@ -184,9 +172,9 @@ struct Summary {
   }
 };
 
-bool within_bounds(const PrefillErrors& errors, DType dtype) {
-  return errors.max_error_of_peak <= output_error_bound(dtype) &&
-         errors.max_lse_error <= lse_error_bound(dtype);
+bool within_bounds(const PrefillErrors& errors, const PrefillPlan& plan) {
+  const EngineBound bound = engine_bound(plan.backend, plan.dtype);
+  return errors.max_error_of_peak <= bound.output && errors.max_lse_error <= bound.lse;
 }
 
 // The error keys are absent without a check: no number is better than a zero nobody measured.
@@ -226,17 +214,17 @@ void print_line(const char* name, const std::string& text) {
   fmt::print("  {:<14} {}\n", name, text);
 }
 
-void print_errors(const PrefillErrors& e, DType dtype) {
+void print_errors(const PrefillErrors& e, const PrefillPlan& plan) {
   if (e.rows == 0) {
     print_line("errors", "not checked");
     return;
   }
-  const bool ok = within_bounds(e, dtype);
+  const bool ok = within_bounds(e, plan);
   print_line("kernel error",
              fmt::format("max abs {:.2e}, relative {:.2e}; {:.1e} of the largest |value| (bound "
                          "{:.1e}), lse {:.1e} {}",
                          e.max_abs_error, e.kernel.value(), e.max_error_of_peak,
-                         output_error_bound(dtype), e.max_lse_error,
+                         engine_bound(plan.backend, plan.dtype).output, e.max_lse_error,
                          ok ? coloured("ok", Colour::kGreen) : coloured("FAIL", Colour::kRed)));
   print_line(
       "preset error",
@@ -265,7 +253,7 @@ void print_summary(const Summary& s, const PrefillPlan& plan, const PrefillResul
                                       bytes_text(s.workspace_bytes), bytes_text(s.one_shot_bytes)));
   print_line("peak RSS", bytes_text(s.peak_rss_bytes));
   if (s.bent > 0) print_line("bent", fmt::format("{} rows or elements clamped", grouped(s.bent)));
-  print_errors(s.errors, plan.dtype);
+  print_errors(s.errors, plan);
 }
 
 Status run_layers(const PrefillOptions& options, bool* ok) {
@@ -304,7 +292,7 @@ Status run_layers(const PrefillOptions& options, bool* ok) {
     Summary one;
     one.add(result, shape);
     total.add(result, shape);
-    *ok = *ok && within_bounds(result.errors, plan.dtype);
+    *ok = *ok && within_bounds(result.errors, plan);
 
     fmt::print("{}\n",
                coloured(fmt::format("{}: {} query and {} KV heads, head_dim {}, {} tokens, {}, "
@@ -390,7 +378,10 @@ void add_prefill_command(CLI::App& app, int* exit_code) {
       ->add_option("--dtype", options->dtype,
                    "Queries and outputs: float32, or input for the source's own")
       ->capture_default_str();
-  command->add_option("--backend", options->backend, "Backend to run on")->capture_default_str();
+  command
+      ->add_option("--backend", options->backend,
+                   "Backend to run on: cpu, cuda, cuda/rows or cuda/tile")
+      ->capture_default_str();
   command->add_option("--threads", options->num_threads, "Threads; 0 = all");
   command->add_flag("--last-chunk", options->last_chunk,
                     "Store all but the last chunk, then attend it alone");

@@ -241,10 +241,4 @@ Status check_rows(const AttentionCall& call, const LayerSource& source, int64_t 
   return Checker(call, source, begin, num_threads).run(samples, errors);
 }
 
-double output_error_bound(DType dtype) {
-  return dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kFloat16 ? 0x1p-10 : 0x1p-7;
-}
-
-double lse_error_bound(DType dtype) { return dtype == DType::kFloat32 ? 1e-5 : 1e-3; }
-
 }  // namespace kvtile

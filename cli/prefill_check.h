@@ -40,8 +40,4 @@ struct PrefillErrors {
 Status check_rows(const AttentionCall& call, const LayerSource& source, int64_t begin,
                   std::span<const RowSample> samples, int num_threads, PrefillErrors* errors);
 
-// Bounds a kernel is held to, by the dtype of its outputs, in the units of PrefillErrors.
-double output_error_bound(DType dtype);
-double lse_error_bound(DType dtype);
-
 }  // namespace kvtile

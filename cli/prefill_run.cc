@@ -11,9 +11,11 @@
 #include <numeric>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/convert.h"
+#include "cli/staged.h"
 #include "src/core/status.h"
 
 namespace kvtile {
@@ -40,7 +42,8 @@ int64_t available_memory_bytes() {
   return std::numeric_limits<int64_t>::max();
 }
 
-// Zeroed, page-aligned memory that counts as resident only where it is touched.
+// Zeroed, page-aligned memory that counts as resident only where it is touched; and its twin on the
+// device where the backend is there. Without one, the engine sees the host's bytes themselves.
 class Buffer {
  public:
   Buffer() = default;
@@ -49,20 +52,36 @@ class Buffer {
   ~Buffer() {
     if (data_ != nullptr) munmap(data_, bytes_);
   }
-  Status allocate(const char* what, int64_t bytes) {
+  Status allocate(const char* what, int64_t bytes, bool on_device) {
     bytes_ = static_cast<size_t>(std::max<int64_t>(bytes, 1));
     void* data = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
       return invalid(what, fmt::format("{} bytes", bytes_), "an amount this machine can allocate");
     }
     data_ = static_cast<std::byte*>(data);
-    return {};
+    return on_device ? device_.allocate(bytes_) : Status();
   }
   std::byte* data() const { return data_; }
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+  // Where the engine reads and writes.
+  std::byte* engine() const { return device_.data() != nullptr ? device_.data() : data_; }
+  Status to_engine(int64_t bytes) {
+    if (device_.data() == nullptr) return {};
+    return device_.upload(data_, static_cast<size_t>(bytes));
+  }
+  Status from_engine(int64_t bytes, int64_t offset = 0) {
+    if (device_.data() == nullptr) return {};
+    return device_.download(data_ + offset, static_cast<size_t>(bytes),
+                            static_cast<size_t>(offset));
+  }
 
  private:
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+  DeviceMemory device_;
 };
 
 class Prefill {
@@ -72,6 +91,7 @@ class Prefill {
       : source_(source), plan_(plan), progress_(progress), result_(*result) {
     options_.backend = plan.backend;
     options_.num_threads = plan.num_threads;
+    on_device_ = is_cuda_backend(plan.backend);
   }
 
   Status run() {
@@ -111,30 +131,35 @@ class Prefill {
                                  "token)",
                                  available, slot_row));
     }
-    KVTILE_RETURN_IF_ERROR(pages_.allocate("--context", slots * slot_row));
+    KVTILE_RETURN_IF_ERROR(pages_.allocate("--context", slots * slot_row, on_device_));
     cache_ = make_cache(pages_.data(), num_blocks, plan_.block_size, shape().num_kv_heads,
                         plan_.format, plan_.layout);
-    block_table_.resize(static_cast<size_t>(num_blocks));
-    std::iota(block_table_.begin(), block_table_.end(), 0);
+    KVTILE_RETURN_IF_ERROR(block_table_.allocate("--context", num_blocks * 4, on_device_));
+    std::iota(block_table_.as<int32_t>(), block_table_.as<int32_t>() + num_blocks, 0);
+    KVTILE_RETURN_IF_ERROR(block_table_.to_engine(num_blocks * 4));
+    KVTILE_RETURN_IF_ERROR(
+        slots_.allocate("--chunk", std::max(plan_.chunk, fill_tokens()) * 8, on_device_));
+    KVTILE_RETURN_IF_ERROR(lengths_.allocate("--context", kLengths * 4, on_device_));
     result_.cache_bytes = cache_.pages_bytes;
     result_.dense_cache_bytes = slots * shape().kv_elements() * 2 * 2;
 
     const int64_t width = dtype_bytes(shape().dtype), io_width = dtype_bytes(plan_.dtype);
     const int64_t query = plan_.chunk * shape().query_elements();
     const int64_t kv = plan_.chunk * shape().kv_elements();
-    KVTILE_RETURN_IF_ERROR(query_.allocate("--chunk", query * width));
-    KVTILE_RETURN_IF_ERROR(key_.allocate("--chunk", kv * width));
-    KVTILE_RETURN_IF_ERROR(value_.allocate("--chunk", kv * width));
-    KVTILE_RETURN_IF_ERROR(out_.allocate("--chunk", query * io_width));
-    KVTILE_RETURN_IF_ERROR(lse_.allocate("--chunk", plan_.chunk * shape().num_heads * 4));
+    KVTILE_RETURN_IF_ERROR(query_.allocate("--chunk", query * width, on_device_));
+    KVTILE_RETURN_IF_ERROR(key_.allocate("--chunk", kv * width, on_device_));
+    KVTILE_RETURN_IF_ERROR(value_.allocate("--chunk", kv * width, on_device_));
+    KVTILE_RETURN_IF_ERROR(out_.allocate("--chunk", query * io_width, on_device_));
+    KVTILE_RETURN_IF_ERROR(
+        lse_.allocate("--chunk", plan_.chunk * shape().num_heads * 4, on_device_));
     if (plan_.dtype != shape().dtype) {
-      KVTILE_RETURN_IF_ERROR(query_io_.allocate("--chunk", query * io_width));
-      KVTILE_RETURN_IF_ERROR(key_io_.allocate("--chunk", kv * io_width));
-      KVTILE_RETURN_IF_ERROR(value_io_.allocate("--chunk", kv * io_width));
+      KVTILE_RETURN_IF_ERROR(query_io_.allocate("--chunk", query * io_width, on_device_));
+      KVTILE_RETURN_IF_ERROR(key_io_.allocate("--chunk", kv * io_width, on_device_));
+      KVTILE_RETURN_IF_ERROR(value_io_.allocate("--chunk", kv * io_width, on_device_));
     }
     size_t bytes = 0;
-    KVTILE_RETURN_IF_ERROR(workspace_bytes(make_call(0, plan_.chunk), options_, &bytes));
-    KVTILE_RETURN_IF_ERROR(workspace_.allocate("--chunk", static_cast<int64_t>(bytes)));
+    KVTILE_RETURN_IF_ERROR(workspace_bytes(make_call(0, plan_.chunk, true), options_, &bytes));
+    KVTILE_RETURN_IF_ERROR(workspace_.allocate("--chunk", static_cast<int64_t>(bytes), on_device_));
     result_.workspace_bytes = static_cast<int64_t>(bytes);
     result_.one_shot_bytes =
         (2 * plan_.context - std::min(plan_.chunk, plan_.context)) * shape().kv_elements() * 2 * 2;
@@ -166,56 +191,95 @@ class Prefill {
     }
   }
 
-  Status encode(int64_t begin, int64_t count, const std::byte* key, const std::byte* value) {
-    slots_.resize(static_cast<size_t>(count));
+  // Stores `count` rows of key and value as tokens from `begin`.
+  Status encode(int64_t begin, int64_t count, const Buffer& key, const Buffer& value) {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t t = begin + i;
-      slots_[static_cast<size_t>(i)] =
-          int64_t{block_table_[static_cast<size_t>(t / plan_.block_size)]} * plan_.block_size +
+      slots_.as<int64_t>()[i] =
+          int64_t{block_table_.as<int32_t>()[t / plan_.block_size]} * plan_.block_size +
           t % plan_.block_size;
     }
+    KVTILE_RETURN_IF_ERROR(slots_.to_engine(count * 8));
     EncodeCall call;
-    call.key = key;
-    call.value = value;
+    call.key = key.engine();
+    call.value = value.engine();
     call.dtype = shape().dtype;
     call.num_tokens = count;
-    call.slot_mapping = slots_.data();
+    call.slot_mapping = reinterpret_cast<const int64_t*>(slots_.engine());
     call.cache = cache_;
-    return encode_slots(call, &result_.encode, options_);
+    call.cache.pages = pages_.engine();
+    return timed(&result_.encode_seconds, [&] {
+      // Counters of bent elements would need a read back from a device.
+      return encode_slots(call, on_device_ ? nullptr : &result_.encode, codec_options(options_));
+    });
+  }
+
+  // The host's copy of the pages of tokens [begin, end), which the checks read.
+  Status fetch_pages(int64_t begin, int64_t end) {
+    if (!plan_.check || end <= begin) return {};
+    const int64_t first = begin / plan_.block_size, last = (end - 1) / plan_.block_size;
+    return pages_.from_engine((last + 1 - first) * cache_.stride_block,
+                              first * cache_.stride_block);
+  }
+
+  // Adds the wall time of an engine call. On a device it is waited for, before and after, and the
+  // first call of each kind runs once unmeasured, because it loads the code.
+  template <typename Call>
+  Status timed(double* seconds, const Call& call) {
+    if (on_device_) {
+      if (*seconds == 0) KVTILE_RETURN_IF_ERROR(call());
+      KVTILE_RETURN_IF_ERROR(synchronize_device());
+    }
+    const auto start = std::chrono::steady_clock::now();
+    KVTILE_RETURN_IF_ERROR(call());
+    if (on_device_) KVTILE_RETURN_IF_ERROR(synchronize_device());
+    *seconds += seconds_since(start);
+    return {};
+  }
+
+  // Tokens stored at a time before the first chunk.
+  int64_t fill_tokens() const {
+    constexpr int64_t kPieceBytes = 8 << 20;
+    return std::max<int64_t>(1, kPieceBytes / (shape().kv_elements() * dtype_bytes(shape().dtype)));
   }
 
   // Stores tokens [0, end) from the source, a bounded piece at a time.
   Status fill(int64_t end) {
-    constexpr int64_t kPieceBytes = 8 << 20;
     const int64_t token_bytes = shape().kv_elements() * dtype_bytes(shape().dtype);
-    const int64_t piece =
-        std::clamp<int64_t>(kPieceBytes / token_bytes, 1, std::max<int64_t>(end, 1));
+    const int64_t piece = std::min(fill_tokens(), std::max<int64_t>(end, 1));
     Buffer key, value;
-    KVTILE_RETURN_IF_ERROR(key.allocate("--context", piece * token_bytes));
-    KVTILE_RETURN_IF_ERROR(value.allocate("--context", piece * token_bytes));
+    KVTILE_RETURN_IF_ERROR(key.allocate("--context", piece * token_bytes, on_device_));
+    KVTILE_RETURN_IF_ERROR(value.allocate("--context", piece * token_bytes, on_device_));
     const auto start = std::chrono::steady_clock::now();
     for (int64_t t = 0; t < end; t += piece) {
       const int64_t count = std::min(piece, end - t);
       source_.read_key_value(t, count, key.data(), value.data());
-      KVTILE_RETURN_IF_ERROR(encode(t, count, key.data(), value.data()));
+      KVTILE_RETURN_IF_ERROR(key.to_engine(count * token_bytes));
+      KVTILE_RETURN_IF_ERROR(value.to_engine(count * token_bytes));
+      KVTILE_RETURN_IF_ERROR(encode(t, count, key, value));
       progress_("fill", t + count, end);
     }
+    result_.encode_seconds = 0;  // of the chunks alone
     result_.fill_seconds = seconds_since(start);
-    return {};
+    return fetch_pages(0, end);
   }
 
   // The chunk's rows in the dtype attend() is called with.
-  const void* io_rows(const Buffer& raw, const Buffer& io) const {
-    return plan_.dtype == shape().dtype ? raw.data() : io.data();
-  }
+  Buffer& io_rows(Buffer& raw, Buffer& io) { return plan_.dtype == shape().dtype ? raw : io; }
 
-  AttentionCall make_call(int64_t begin, int64_t count) {
-    cu_seqlens_q_[1] = static_cast<int32_t>(count);
-    seq_len_ = static_cast<int32_t>(begin + count);
+  // The call on the engine's memory, or the same call on the host's, which the checks read.
+  AttentionCall make_call(int64_t begin, int64_t count, bool engine) {
+    const auto at = [engine](const Buffer& buffer) {
+      return engine ? buffer.engine() : buffer.data();
+    };
+    auto* lengths = lengths_.as<int32_t>();
+    lengths[0] = 0;
+    lengths[1] = static_cast<int32_t>(count);
+    lengths[2] = static_cast<int32_t>(begin + count);
     AttentionCall call;
-    call.query = io_rows(query_, query_io_);
-    call.out = out_.data();
-    call.lse = reinterpret_cast<float*>(lse_.data());
+    call.query = at(io_rows(query_, query_io_));
+    call.out = at(out_);
+    call.lse = reinterpret_cast<float*>(at(lse_));
     call.dtype = plan_.dtype;
     call.num_seqs = 1;
     call.total_q = count;
@@ -224,12 +288,13 @@ class Prefill {
     call.softcap = plan_.softcap;
     call.mask.window = plan_.window;
     call.cache = cache_;
-    call.block_table = block_table_.data();
-    call.max_blocks = static_cast<int64_t>(block_table_.size());
-    call.cu_seqlens_q = cu_seqlens_q_;
-    call.seq_lens = &seq_len_;
-    call.chunk_key = io_rows(key_, key_io_);
-    call.chunk_value = io_rows(value_, value_io_);
+    call.cache.pages = at(pages_);
+    call.block_table = reinterpret_cast<const int32_t*>(at(block_table_));
+    call.max_blocks = cache_.num_blocks;
+    call.cu_seqlens_q = reinterpret_cast<const int32_t*>(at(lengths_));
+    call.seq_lens = call.cu_seqlens_q + 2;
+    call.chunk_key = at(io_rows(key_, key_io_));
+    call.chunk_value = at(io_rows(value_, value_io_));
     call.tile_tokens = plan_.tile_tokens;
     call.max_q_len = count;
     call.max_seq_len = begin + count;
@@ -248,15 +313,24 @@ class Prefill {
     source_.read_query(begin, count, query_.data());
     source_.read_key_value(begin, count, key_.data(), value_.data());
     widen_chunk(count);
-    const AttentionCall call = make_call(begin, count);
-    const Workspace workspace{workspace_.data(), static_cast<size_t>(result_.workspace_bytes)};
+    const AttentionCall call = make_call(begin, count, true);
+    const int64_t query = count * shape().query_elements(), kv = count * shape().kv_elements();
+    const int64_t width = dtype_bytes(shape().dtype), io_width = dtype_bytes(plan_.dtype);
+    KVTILE_RETURN_IF_ERROR(lengths_.to_engine(kLengths * 4));
+    KVTILE_RETURN_IF_ERROR(io_rows(query_, query_io_).to_engine(query * io_width));
+    for (auto [rows, bytes] : {std::pair{&key_, kv * width}, std::pair{&value_, kv * width},
+                               std::pair{&io_rows(key_, key_io_), kv * io_width},
+                               std::pair{&io_rows(value_, value_io_), kv * io_width}}) {
+      KVTILE_RETURN_IF_ERROR(rows->to_engine(bytes));
+    }
+    const Workspace workspace{workspace_.engine(), static_cast<size_t>(result_.workspace_bytes)};
     RunReport report;
-    auto start = std::chrono::steady_clock::now();
-    KVTILE_RETURN_IF_ERROR(attend(call, workspace, options_, &report));
-    result_.attend_seconds += seconds_since(start);
-    start = std::chrono::steady_clock::now();
-    KVTILE_RETURN_IF_ERROR(encode(begin, count, key_.data(), value_.data()));
-    result_.encode_seconds += seconds_since(start);
+    KVTILE_RETURN_IF_ERROR(
+        timed(&result_.attend_seconds, [&] { return attend(call, workspace, options_, &report); }));
+    KVTILE_RETURN_IF_ERROR(encode(begin, count, key_, value_));
+    KVTILE_RETURN_IF_ERROR(out_.from_engine(query * io_width));
+    KVTILE_RETURN_IF_ERROR(lse_.from_engine(count * shape().num_heads * 4));
+    KVTILE_RETURN_IF_ERROR(fetch_pages(begin, begin + count));
 
     result_.backend = report.backend == nullptr ? plan_.backend : report.backend;
     result_.tile_tokens = report.tile_tokens;
@@ -269,22 +343,23 @@ class Prefill {
           samples_.begin(), samples_.end(), position,
           [](const RowSample& sample, int64_t p) { return sample.position < p; });
     };
-    return check_rows(call, source_, begin, std::span(in_chunk(begin), in_chunk(begin + count)),
-                      plan_.num_threads, &result_.errors);
+    return check_rows(make_call(begin, count, false), source_, begin,
+                      std::span(in_chunk(begin), in_chunk(begin + count)), plan_.num_threads,
+                      &result_.errors);
   }
 
   const LayerSource& source_;
   const PrefillPlan& plan_;
   const ProgressFn& progress_;
   PrefillResult& result_;
+  static constexpr int64_t kLengths = 3;  // cu_seqlens_q, then seq_lens
+
   RunOptions options_;
+  bool on_device_ = false;
   Buffer pages_, query_, key_, value_, query_io_, key_io_, value_io_, out_, lse_, workspace_;
-  PagedCache cache_;
-  std::vector<int32_t> block_table_;
-  std::vector<int64_t> slots_;
+  Buffer block_table_, lengths_, slots_;
+  PagedCache cache_;                // on the host
   std::vector<RowSample> samples_;  // by position
-  int32_t cu_seqlens_q_[2] = {0, 0};
-  int32_t seq_len_ = 0;
 };
 
 }  // namespace

@@ -29,13 +29,15 @@ struct VerifyOptions {
   int num_kv_heads = 0;
   std::string descriptor;
   int64_t max_listed = 1000;
+  std::string backend = "cpu";
   int num_threads = 0;
   std::string json;
 };
 
 int verify_vectors(const VerifyOptions& options) {
+  if (Status s = check_backend(options.backend); !s.ok()) return report_error(s);
   RunOptions run;
-  run.backend = "cpu";
+  run.backend = options.backend.c_str();
   run.num_threads = options.num_threads;
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   int64_t failed = 0;
@@ -54,6 +56,7 @@ int verify_vectors(const VerifyOptions& options) {
   fmt::print("{}\n", coloured(fmt::format("{} checks, {} failed", checks.size(), failed),
                               failed == 0 ? Colour::kGreen : Colour::kRed));
   const nlohmann::ordered_json report = {{"vectors", options.vectors},
+                                         {"backend", options.backend},
                                          {"checks", checks.size()},
                                          {"failed", failed},
                                          {"results", list}};
@@ -180,6 +183,10 @@ void add_verify_command(CLI::App& app, int* exit_code) {
   command->add_option("--descriptor", options->descriptor,
                       "File with the pool's descriptor line, which must match (--scan)");
   command->add_option("--max-listed", options->max_listed, "Words listed at most (--scan)")
+      ->capture_default_str();
+  command
+      ->add_option("--backend", options->backend,
+                   "Backend to check: cpu, cuda, cuda/rows or cuda/tile (--vectors)")
       ->capture_default_str();
   command->add_option("--threads", options->num_threads, "Threads; 0 = all");
   command->add_option("--json", options->json, "Also write the report to this file");

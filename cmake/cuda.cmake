@@ -1,14 +1,10 @@
-# The CUDA backend: kernels for sm_80 (every 8.x), sm_90a and sm_120, and PTX for what follows. The
-# CPU-only build never sees this. Each kernel's registers, shared memory and spills are checked as it
-# is compiled.
+# The CUDA backend, codec and attention: kernels for sm_80 (every 8.x), sm_90a and sm_120, and PTX
+# for what follows. The CPU-only build never sees this. Each kernel's registers, shared memory and
+# spills are checked as it is compiled.
 set(KVTILE_CUDA OFF CACHE STRING "CUDA backend: ON, OFF, or AUTO (ON where nvcc is found)")
 set_property(CACHE KVTILE_CUDA PROPERTY STRINGS ON OFF AUTO)
 set(KVTILE_CUDA_ARCHITECTURES "80-real;90a-real;120-real;120-virtual" CACHE STRING
   "GPU architectures; 86-real and 89-real may be added")
-
-# Attention on the GPU is being brought up: its kernels were run alone, the rows of the backend table
-# were not.
-option(KVTILE_CUDA_ATTENTION "Build the CUDA attention kernels (in progress)" OFF)
 
 set(KVTILE_WITH_CUDA OFF)
 if(KVTILE_CUDA)
@@ -38,12 +34,8 @@ find_package(Python3 REQUIRED COMPONENTS Interpreter)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 
-file(GLOB KVTILE_CUDA_SOURCES CONFIGURE_DEPENDS src/codec/*.cu src/attention/cuda/tile_image.cu)
-if(KVTILE_CUDA_ATTENTION)
-  file(GLOB attention_sources CONFIGURE_DEPENDS src/attention/cuda/*.cu src/attention/cuda/*/*.cu)
-  list(APPEND KVTILE_CUDA_SOURCES ${attention_sources})
-  list(REMOVE_DUPLICATES KVTILE_CUDA_SOURCES)
-endif()
+file(GLOB KVTILE_CUDA_SOURCES CONFIGURE_DEPENDS
+  src/codec/*.cu src/attention/cuda/*.cu src/attention/cuda/*/*.cu)
 set(budgets ${CMAKE_CURRENT_SOURCE_DIR}/cmake/kernel_budgets.txt)
 set(checker ${CMAKE_CURRENT_SOURCE_DIR}/cmake/check_resources.py)
 set_source_files_properties(${KVTILE_CUDA_SOURCES} PROPERTIES OBJECT_DEPENDS "${budgets};${checker}")

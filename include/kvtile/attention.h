@@ -66,7 +66,10 @@ struct AttentionCall {
   // 0 = kDefaultTileTokens. Results do not depend on it, bit for bit.
   int64_t tile_tokens = 0;
 
-  // Launch hints, never visibility: upper bounds or 0 = unknown.
+  // Launch hints, never visibility: upper bounds, or 0 = unknown. A sequence longer than a hint
+  // that is not 0 breaks the call's contract: on CUDA its rows are then NaN or miss keys (lengths
+  // are device data, which no check on the host can see). max_q_len also decides which CUDA engine
+  // runs; without it any sequence may own all total_q rows.
   int64_t max_q_len = 0;
   int64_t max_seq_len = 0;
 };
@@ -81,7 +84,9 @@ struct Workspace {
 Status workspace_bytes(const AttentionCall& call, const RunOptions& options, size_t* bytes);
 
 // Validates everything before writing anything. The workspace is exclusive to one call in flight;
-// its contents are undefined before and after.
+// its contents are undefined before and after. On CUDA every array is memory of the device
+// (RunOptions::device) and "everything" is what the host can see: shapes, pointers, stream. Lengths
+// and tables are read on the device; a visible token without a page makes its readers NaN.
 Status attend(const AttentionCall& call, Workspace workspace, const RunOptions& options = {},
               RunReport* report = nullptr);
 
@@ -96,7 +101,7 @@ struct PartialState {
 };
 
 struct MergeCall {
-  const PartialState* states = nullptr;  // [num_states]
+  const PartialState* states = nullptr;  // [num_states], host memory on every backend
   int num_states = 0;
   int64_t total_q = 0;
   int num_heads = 0;
@@ -110,12 +115,14 @@ struct MergeCall {
 
 Status merge_states(const MergeCall& call, const RunOptions& options = {});
 
-// The backend table, in order of preference; the last row is always "cpu".
+// The backend table: "cuda" (the cheaper of the two that follow, by one cost estimate from the
+// call's shape), "cuda/rows" (up to 256 packed rows, query x head of a group, a sequence),
+// "cuda/tile", and always last "cpu".
 int num_backends();
 const char* backend_name(int index);
-// Ok if the named backend can run the call's shape on this machine; else kUnsupported or
-// kUnavailable naming the parameter. The same predicate serves every phase.
-Status backend_supports(const char* name, const AttentionCall& call);
+// Ok if the named backend can run the call's shape on this machine (`device` as in RunOptions);
+// else kUnsupported or kUnavailable naming the parameter. The same predicate serves every phase.
+Status backend_supports(const char* name, const AttentionCall& call, int device = -1);
 
 const char* version();
 

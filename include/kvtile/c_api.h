@@ -100,6 +100,8 @@ typedef struct kvtile_encode_call {
   int32_t num_threads;
   const char* backend; /* null = "cpu" */
   void* stream;
+  int32_t device_plus_one; /* CUDA ordinal + 1; 0 = the calling thread's current device */
+  int32_t reserved;
 } kvtile_encode_call;
 
 typedef struct kvtile_decode_call {
@@ -114,6 +116,8 @@ typedef struct kvtile_decode_call {
   int32_t num_threads;
   const char* backend; /* null = "cpu" */
   void* stream;
+  int32_t device_plus_one;
+  int32_t reserved;
 } kvtile_decode_call;
 
 typedef struct kvtile_attention_call {
@@ -149,11 +153,11 @@ typedef struct kvtile_attention_call {
   int64_t max_q_len;
   int64_t max_seq_len;
   /* Run options. */
-  const char* backend; /* null = choose */
+  const char* backend; /* null = "cpu"; "cuda" = the cheaper CUDA engine */
   int32_t num_threads;
-  int32_t reserved2;
-  void* stream;
-  void* workspace; /* 64-byte aligned */
+  int32_t device_plus_one; /* CUDA ordinal + 1; 0 = the calling thread's current device */
+  void* stream;            /* cudaStream_t; null = the default stream */
+  void* workspace;         /* 64-byte aligned */
   size_t workspace_bytes;
 } kvtile_attention_call;
 
@@ -186,7 +190,22 @@ typedef struct kvtile_merge_call {
   int64_t out_stride_token, out_stride_head, lse_stride_head, lse_stride_token;
   const char* backend; /* null = "cpu" */
   void* stream;
+  int32_t device_plus_one;
+  int32_t reserved;
 } kvtile_merge_call;
+
+/* A CUDA device as the library sees it; copy_gb_per_s counts bytes read plus bytes written. */
+typedef struct kvtile_device {
+  uint32_t size;
+  int32_t arch; /* 10 * major + minor */
+  int32_t num_sms;
+  int32_t shared_bytes_per_block; /* the most one block may have */
+  int32_t shared_bytes_per_sm;
+  int32_t copy_rate_measured; /* 0: derived from the memory clock */
+  int64_t l2_bytes, memory_bytes;
+  double copy_gb_per_s;
+  const char* name; /* valid for the life of the process */
+} kvtile_device;
 
 KVTILE_API const char* kvtile_version(void);
 KVTILE_API int kvtile_abi_version(void);
@@ -212,6 +231,11 @@ KVTILE_API kvtile_status kvtile_workspace_bytes(const kvtile_attention_call* cal
 KVTILE_API kvtile_status kvtile_attend(const kvtile_attention_call* call,
                                        kvtile_run_report* report);
 KVTILE_API kvtile_status kvtile_merge(const kvtile_merge_call* call);
+
+/* CUDA devices of this process; 0 without a CUDA build, driver or device. */
+KVTILE_API int kvtile_num_devices(void);
+/* KVTILE_UNSUPPORTED for an architecture this build has no code for. */
+KVTILE_API kvtile_status kvtile_device_info(int ordinal, kvtile_device* device);
 
 KVTILE_API int kvtile_num_backends(void);
 KVTILE_API const char* kvtile_backend_name(int index);

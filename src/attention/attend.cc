@@ -4,44 +4,48 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <string_view>
 
 #include "src/attention/backends.h"
+#if defined(KVTILE_CUDA)
+#include "src/attention/cuda/backends_cuda.h"
+#endif
 #include "src/codec/tile_layout.h"
+#include "src/core/dtype.h"
 #include "src/core/status.h"
 
 namespace kvtile {
 namespace {
 
-constexpr const Backend* kBackends[] = {&kCpuBackend};
+constexpr const Backend* kBackends[] = {
+#if defined(KVTILE_CUDA)
+    &kCudaBackend, &kCudaRowsBackend, &kCudaTileBackend,
+#endif
+    &kCpuBackend};
 
 constexpr uintptr_t kWorkspaceAlignment = 64;
 
-// A row's name, or that name with a variant behind a slash ("cpu/avx2").
-bool names_row(std::string_view name, std::string_view row) {
-  return name.substr(0, row.size()) == row &&
-         (name.size() == row.size() || name[row.size()] == '/');
+// A row's name, or the CPU's with a SIMD target behind a slash ("cpu/avx2").
+const Backend* find_row(std::string_view name) {
+  for (const Backend* row : kBackends) {
+    if (name == row->name) return row;
+  }
+  return name.substr(0, 4) == "cpu/" ? &kCpuBackend : nullptr;
 }
 
 Status choose_backend(const AttentionCall& call, const RunOptions& options, const Backend** row) {
   if (options.num_threads < 0) return invalid("num_threads", options.num_threads, ">= 0");
-  if (options.backend == nullptr) {
-    Status status;
-    for (const Backend* candidate : kBackends) {
-      status = candidate->supports(call);
-      if (!status.ok()) continue;
-      *row = candidate;
-      return {};
-    }
-    return status;
+  *row = options.backend == nullptr ? &kCpuBackend : find_row(options.backend);
+  if (*row != nullptr) return (*row)->supports(call, options);
+  std::string names;
+  for (const Backend* known : kBackends) {
+    if (!names.empty()) names += ", ";
+    names += known->name;
   }
-  for (const Backend* candidate : kBackends) {
-    if (!names_row(options.backend, candidate->name)) continue;
-    *row = candidate;
-    return candidate->supports(call);
-  }
-  return Status(StatusCode::kUnavailable,
-                fmt::format("backend: got {}, wanted one of this build: cpu", options.backend));
+  return Status(
+      StatusCode::kUnavailable,
+      fmt::format("backend: got {}, wanted one of this build: {}", options.backend, names));
 }
 
 Status check_stride(const char* name, int64_t stride, int64_t size, int64_t least) {
@@ -64,10 +68,7 @@ Status check_row_strides(const char* name, int64_t token, int64_t head, int64_t 
 
 Status check_shape(const AttentionCall& call) {
   KVTILE_RETURN_IF_ERROR(check_format(call.cache.format));
-  if (static_cast<int>(call.dtype) > static_cast<int>(DType::kBFloat16)) {
-    return invalid("dtype", static_cast<int>(call.dtype),
-                   "0 (float32), 1 (float16) or 2 (bfloat16)");
-  }
+  KVTILE_RETURN_IF_ERROR(check_dtype(call.dtype));
   if (call.num_seqs < 0) return invalid("num_seqs", call.num_seqs, ">= 0");
   if (call.total_q < 0 || call.total_q > std::numeric_limits<int32_t>::max()) {
     return invalid("total_q", call.total_q, "0..2147483647");
@@ -184,10 +185,11 @@ const char* backend_name(int index) {
   return index >= 0 && index < num_backends() ? kBackends[index]->name : "";
 }
 
-Status backend_supports(const char* name, const AttentionCall& call) {
+Status backend_supports(const char* name, const AttentionCall& call, int device) {
   KVTILE_RETURN_IF_ERROR(check_shape(call));
   RunOptions options;
   options.backend = name;
+  options.device = device;
   const Backend* row;
   return choose_backend(with_defaults(call), options, &row);
 }

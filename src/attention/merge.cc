@@ -4,9 +4,15 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string_view>
 
 #include "kvtile/attention.h"
+#if defined(KVTILE_CUDA)
+#include "src/attention/cuda/backends_cuda.h"
+#endif
 #include "src/core/cpu.h"
+#include "src/core/device.h"
+#include "src/core/dtype.h"
 #include "src/core/float16.h"
 #include "src/core/status.h"
 
@@ -72,15 +78,13 @@ void merge_row(const MergeCall& call, int64_t token, int64_t head) {
 }  // namespace
 
 Status merge_states(const MergeCall& call, const RunOptions& options) {
+  const std::string_view backend = options.backend == nullptr ? "cpu" : options.backend;
   SimdTarget target;
-  if (options.backend != nullptr && !parse_cpu_backend(options.backend, &target)) {
+  if (backend != "cuda" && !parse_cpu_backend(backend, &target)) {
     return Status(StatusCode::kUnavailable,
-                  fmt::format("backend: got {}, wanted cpu", options.backend));
+                  fmt::format("backend: got {}, wanted cpu or cuda", backend));
   }
-  if (static_cast<int>(call.dtype) > static_cast<int>(DType::kBFloat16)) {
-    return invalid("dtype", static_cast<int>(call.dtype),
-                   "0 (float32), 1 (float16) or 2 (bfloat16)");
-  }
+  KVTILE_RETURN_IF_ERROR(check_dtype(call.dtype));
   if (call.num_states < 1) return invalid("num_states", call.num_states, ">= 1");
   if (call.states == nullptr) return invalid("states", "null", "[num_states] partial states");
   if (call.total_q < 0) return invalid("total_q", call.total_q, ">= 0");
@@ -93,6 +97,14 @@ Status merge_states(const MergeCall& call, const RunOptions& options) {
       return invalid(fmt::format("states[{}].{}", i, call.states[i].out == nullptr ? "out" : "lse"),
                      "null", "an array");
     }
+  }
+  if (backend == "cuda") {
+#if defined(KVTILE_CUDA)
+    return merge_states_cuda(call, options);
+#else
+    const DeviceInfo* device;
+    return backend_device(backend, options.device, &device);
+#endif
   }
   const int64_t rows = call.total_q * call.num_heads;
 #pragma omp parallel for schedule(static) num_threads(resolve_num_threads(options.num_threads))

@@ -9,6 +9,8 @@
 #include "kvtile/attention.h"
 #include "kvtile/cache.h"
 #include "kvtile/codec.h"
+#include "src/core/device.h"
+#include "src/core/dtype.h"
 #include "src/core/status.h"
 
 namespace {
@@ -106,19 +108,14 @@ Status to_cache(const kvtile_cache& in, kvtile::PagedCache* out) {
   return {};
 }
 
-Status to_dtype(int32_t in, kvtile::DType* out) {
-  if (in < 0 || in > KVTILE_BFLOAT16) {
-    return kvtile::invalid("dtype", in, "0 (float32), 1 (float16) or 2 (bfloat16)");
-  }
-  *out = static_cast<kvtile::DType>(in);
-  return {};
-}
-
-kvtile::RunOptions run_options(const char* backend, int32_t num_threads, void* stream) {
+// Every call struct carries the same run options under the same names.
+template <typename Call>
+kvtile::RunOptions run_options(const Call& call) {
   kvtile::RunOptions options;
-  options.backend = backend;
-  options.num_threads = num_threads;
-  options.stream = stream;
+  options.backend = call.backend;
+  options.num_threads = call.num_threads;
+  options.stream = call.stream;
+  options.device = call.device_plus_one - 1;
   return options;
 }
 
@@ -132,7 +129,7 @@ Status to_attention(const kvtile_attention_call* original, Attention* out) {
   kvtile_attention_call in;
   KVTILE_RETURN_IF_ERROR(read_struct("attention_call", original, &in));
   kvtile::AttentionCall& call = out->call;
-  KVTILE_RETURN_IF_ERROR(to_dtype(in.dtype, &call.dtype));
+  KVTILE_RETURN_IF_ERROR(kvtile::to_dtype(in.dtype, &call.dtype));
   KVTILE_RETURN_IF_ERROR(to_cache(in.cache, &call.cache));
   call.query = in.query;
   call.out = in.out;
@@ -166,7 +163,7 @@ Status to_attention(const kvtile_attention_call* original, Attention* out) {
   call.tile_tokens = in.tile_tokens;
   call.max_q_len = in.max_q_len;
   call.max_seq_len = in.max_seq_len;
-  out->options = run_options(in.backend, in.num_threads, in.stream);
+  out->options = run_options(in);
   out->workspace = {in.workspace, in.workspace_bytes};
   return {};
 }
@@ -277,7 +274,7 @@ kvtile_status kvtile_encode(const kvtile_encode_call* original, kvtile_encode_re
     KVTILE_RETURN_IF_ERROR(read_struct("encode_call", original, &in));
     if (report != nullptr) KVTILE_RETURN_IF_ERROR(check_output("report", report));
     kvtile::EncodeCall call;
-    KVTILE_RETURN_IF_ERROR(to_dtype(in.dtype, &call.dtype));
+    KVTILE_RETURN_IF_ERROR(kvtile::to_dtype(in.dtype, &call.dtype));
     KVTILE_RETURN_IF_ERROR(to_cache(in.cache, &call.cache));
     call.key = in.key;
     call.value = in.value;
@@ -290,7 +287,7 @@ kvtile_status kvtile_encode(const kvtile_encode_call* original, kvtile_encode_re
     call.checked = in.checked != 0;
     kvtile::EncodeReport counts;
     KVTILE_RETURN_IF_ERROR(
-        kvtile::encode_slots(call, &counts, run_options(in.backend, in.num_threads, in.stream)));
+        kvtile::encode_slots(call, report != nullptr ? &counts : nullptr, run_options(in)));
     if (report != nullptr) {
       kvtile_encode_report out;
       KVTILE_RETURN_IF_ERROR(read_struct("report", report, &out));
@@ -312,14 +309,14 @@ kvtile_status kvtile_decode(const kvtile_decode_call* original) {
     kvtile_decode_call in;
     KVTILE_RETURN_IF_ERROR(read_struct("decode_call", original, &in));
     kvtile::DecodeCall call;
-    KVTILE_RETURN_IF_ERROR(to_dtype(in.dtype, &call.dtype));
+    KVTILE_RETURN_IF_ERROR(kvtile::to_dtype(in.dtype, &call.dtype));
     KVTILE_RETURN_IF_ERROR(to_cache(in.cache, &call.cache));
     call.slot_mapping = in.slot_mapping;
     call.num_tokens = in.num_tokens;
     call.key = in.key;
     call.value = in.value;
     call.unrotate_keys = in.unrotate_keys != 0;
-    return kvtile::decode_slots(call, run_options(in.backend, in.num_threads, in.stream));
+    return kvtile::decode_slots(call, run_options(in));
   });
 }
 
@@ -372,7 +369,7 @@ kvtile_status kvtile_merge(const kvtile_merge_call* original) {
                    s.lse_stride_token};
     }
     kvtile::MergeCall call;
-    KVTILE_RETURN_IF_ERROR(to_dtype(in.dtype, &call.dtype));
+    KVTILE_RETURN_IF_ERROR(kvtile::to_dtype(in.dtype, &call.dtype));
     call.states = states.data();
     call.num_states = in.num_states;
     call.total_q = in.total_q;
@@ -384,7 +381,31 @@ kvtile_status kvtile_merge(const kvtile_merge_call* original) {
     call.out_stride_head = in.out_stride_head;
     call.lse_stride_head = in.lse_stride_head;
     call.lse_stride_token = in.lse_stride_token;
-    return kvtile::merge_states(call, run_options(in.backend, in.num_threads, in.stream));
+    return kvtile::merge_states(call, run_options(in));
+  });
+}
+
+int kvtile_num_devices(void) { return kvtile::num_devices(); }
+
+kvtile_status kvtile_device_info(int ordinal, kvtile_device* device) {
+  return guarded([&]() -> Status {
+    if (device == nullptr) return kvtile::invalid("device", "null", "a struct");
+    KVTILE_RETURN_IF_ERROR(check_output("device", device));
+    if (ordinal < 0) return kvtile::invalid("device", ordinal, ">= 0");
+    const kvtile::DeviceInfo* info;
+    KVTILE_RETURN_IF_ERROR(kvtile::device_info(ordinal, &info));
+    kvtile_device out = KVTILE_INIT(kvtile_device);
+    out.arch = info->arch;
+    out.num_sms = info->num_sms;
+    out.shared_bytes_per_block = info->shared_bytes_per_block;
+    out.shared_bytes_per_sm = info->shared_bytes_per_sm;
+    out.copy_rate_measured = info->copy_rate_measured ? 1 : 0;
+    out.l2_bytes = info->l2_bytes;
+    out.memory_bytes = info->memory_bytes;
+    out.copy_gb_per_s = info->copy_gb_per_s;
+    out.name = info->name.c_str();
+    write_struct(out, device);
+    return {};
   });
 }
 
@@ -396,7 +417,7 @@ kvtile_status kvtile_backend_supports(const char* backend, const kvtile_attentio
     if (backend == nullptr) return kvtile::invalid("backend", "null", "a backend name");
     Attention a;
     KVTILE_RETURN_IF_ERROR(to_attention(call, &a));
-    return kvtile::backend_supports(backend, a.call);
+    return kvtile::backend_supports(backend, a.call, a.options.device);
   });
 }
 

@@ -12,6 +12,7 @@
 #include "src/codec/codec_cuda.h"
 #include "src/codec/codec_kernels.h"
 #include "src/core/cpu.h"
+#include "src/core/dtype.h"
 #include "src/core/float16.h"
 #include "src/core/status.h"
 
@@ -20,13 +21,6 @@ namespace {
 
 // Tokens a thread takes at a time; fixed, so that counters and bytes do not depend on threads.
 constexpr int64_t kTokensPerTask = 256;
-
-Status check_dtype(DType dtype) {
-  if (static_cast<int>(dtype) > static_cast<int>(DType::kBFloat16)) {
-    return invalid("dtype", static_cast<int>(dtype), "0 (float32), 1 (float16) or 2 (bfloat16)");
-  }
-  return {};
-}
 
 bool is_cuda(const RunOptions& options) {
   return options.backend != nullptr && std::string_view(options.backend) == "cuda";

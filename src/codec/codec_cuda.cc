@@ -15,23 +15,6 @@ namespace {
 
 constexpr int64_t kItemsPerLaunch = int64_t{1} << 30;
 
-// Slots are read and written as 2-byte words: base and strides must be even.
-Status check_even(const PagedCache& cache) {
-  const auto odd = [](int64_t x) { return (x & 1) != 0; };
-  if (odd(static_cast<int64_t>(reinterpret_cast<uintptr_t>(cache.pages)))) {
-    return unsupported("pages", "an odd address", "a 2-byte aligned one on backend cuda");
-  }
-  for (auto [name, stride, size] :
-       {std::tuple{"stride_block", cache.stride_block, cache.num_blocks},
-        std::tuple{"stride_token", cache.stride_token, int64_t{cache.block_size}},
-        std::tuple{"stride_head", cache.stride_head, int64_t{cache.num_kv_heads}}}) {
-    if (size > 1 && odd(stride)) {
-      return unsupported(name, stride, "an even number of bytes on backend cuda");
-    }
-  }
-  return {};
-}
-
 // Rows are moved 16 bytes at a time.
 Status check_aligned(const char* name, const void* base, int64_t stride_token, int64_t stride_head,
                      int element_bytes) {
@@ -55,9 +38,9 @@ float inverse_root(int head_dim) { return 1.0f / std::sqrt(static_cast<float>(he
 // Everything both directions share: device, stream, pool and slot_mapping.
 Status check_call(const PagedCache& cache, const int64_t* slot_mapping, int64_t num_tokens,
                   const RunOptions& options, const DeviceInfo** device) {
-  KVTILE_RETURN_IF_ERROR(device_info(-1, device));
+  KVTILE_RETURN_IF_ERROR(backend_device("cuda", options.device, device));
   KVTILE_RETURN_IF_ERROR(check_head_dim(cache.format));
-  KVTILE_RETURN_IF_ERROR(check_even(cache));
+  KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(cache, "cuda"));
   KVTILE_RETURN_IF_ERROR(check_stream(options.stream, **device));
   if (num_tokens == 0) return {};
   if (slot_mapping == nullptr) return invalid("slot_mapping", "null", "[num_tokens] slots");
@@ -72,15 +55,15 @@ Status check_call(const PagedCache& cache, const int64_t* slot_mapping, int64_t 
 
 Status encode_slots_cuda(const EncodeCall& call, const EncodeReport* report,
                          const RunOptions& options) {
+  const DeviceInfo* device = nullptr;
+  KVTILE_RETURN_IF_ERROR(
+      check_call(call.cache, call.slot_mapping, call.num_tokens, options, &device));
   if (report != nullptr) {
     return unsupported("report", "a pointer", "null on backend cuda: counters need a read back");
   }
   if (call.checked) {
     return unsupported("checked", true, "false on backend cuda: a refusal needs a read back");
   }
-  const DeviceInfo* device = nullptr;
-  KVTILE_RETURN_IF_ERROR(
-      check_call(call.cache, call.slot_mapping, call.num_tokens, options, &device));
   if (call.num_tokens == 0) return {};
   KVTILE_RETURN_IF_ERROR(check_device_pointer("key", call.key, *device));
   KVTILE_RETURN_IF_ERROR(check_device_pointer("value", call.value, *device));
@@ -104,6 +87,7 @@ Status encode_slots_cuda(const EncodeCall& call, const EncodeReport* report,
     params.slope = cell_slope(format.head_dim);
     params.cells = make_cell_table(make_codebook(format.key, format.head_dim), params.slope);
   }
+  const CurrentDevice current(*device);
   const int64_t step = std::max<int64_t>(1, kItemsPerLaunch / call.cache.num_kv_heads);
   for (int64_t first = 0; first < call.num_tokens; first += step) {
     const int64_t tokens = std::min(step, call.num_tokens - first);
@@ -136,6 +120,7 @@ Status decode_slots_cuda(const DecodeCall& call, const RunOptions& options) {
   params.norm_correction = format.norm_correction;
   const int64_t row_bytes =
       int64_t{call.cache.num_kv_heads} * format.head_dim * dtype_bytes(call.dtype);
+  const CurrentDevice current(*device);
   const int64_t step = std::max<int64_t>(1, kItemsPerLaunch / call.cache.num_kv_heads);
   for (int64_t first = 0; first < call.num_tokens; first += step) {
     const int64_t tokens = std::min(step, call.num_tokens - first);
@@ -153,14 +138,14 @@ Status decode_slots_cuda(const DecodeCall& call, const RunOptions& options) {
 
 #else  // no CUDA in this build
 
-Status encode_slots_cuda(const EncodeCall&, const EncodeReport*, const RunOptions&) {
+Status encode_slots_cuda(const EncodeCall&, const EncodeReport*, const RunOptions& options) {
   const DeviceInfo* device = nullptr;
-  return device_info(-1, &device);
+  return backend_device("cuda", options.device, &device);
 }
 
-Status decode_slots_cuda(const DecodeCall&, const RunOptions&) {
+Status decode_slots_cuda(const DecodeCall&, const RunOptions& options) {
   const DeviceInfo* device = nullptr;
-  return device_info(-1, &device);
+  return backend_device("cuda", options.device, &device);
 }
 
 #endif

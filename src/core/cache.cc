@@ -5,8 +5,10 @@
 #include <array>
 #include <cstring>
 #include <limits>
+#include <tuple>
 
 #include "src/codec/codebook.h"
+#include "src/core/cache_params.h"
 #include "src/core/status.h"
 
 namespace kvtile {
@@ -113,6 +115,28 @@ uint64_t codebook_hash(const SlotFormat& format) {
   }
   return hash;
 }
+
+namespace cuda {
+
+Status check_word_cache(const PagedCache& cache, std::string_view backend) {
+  const auto odd = [](int64_t x) { return (x & 1) != 0; };
+  if (odd(static_cast<int64_t>(reinterpret_cast<uintptr_t>(cache.pages)))) {
+    return unsupported("pages", "an odd address",
+                       fmt::format("a 2-byte aligned one on backend {}", backend));
+  }
+  for (auto [name, stride, size] :
+       {std::tuple{"stride_block", cache.stride_block, cache.num_blocks},
+        std::tuple{"stride_token", cache.stride_token, int64_t{cache.block_size}},
+        std::tuple{"stride_head", cache.stride_head, int64_t{cache.num_kv_heads}}}) {
+    if (size > 1 && odd(stride)) {
+      return unsupported(name, stride,
+                         fmt::format("an even number of bytes on backend {}", backend));
+    }
+  }
+  return {};
+}
+
+}  // namespace cuda
 
 std::string cache_descriptor(const PagedCache& cache) {
   return fmt::format(

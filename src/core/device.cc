@@ -118,6 +118,16 @@ Status device_info(int ordinal, const DeviceInfo** info) {
   return {};
 }
 
+CurrentDevice::CurrentDevice(const DeviceInfo& device) {
+  int current = -1;
+  if (cudaGetDevice(&current) != cudaSuccess || current == device.ordinal) return;
+  if (cudaSetDevice(device.ordinal) == cudaSuccess) previous_ = current;
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (previous_ >= 0) (void)cudaSetDevice(previous_);
+}
+
 Status check_device_pointer(const char* argument, const void* pointer, const DeviceInfo& device) {
   cudaPointerAttributes attributes;
   KVTILE_RETURN_IF_ERROR(
@@ -166,10 +176,23 @@ Status device_info(int, const DeviceInfo**) {
                 "device: got a build without CUDA, wanted one with KVTILE_CUDA=ON");
 }
 
+CurrentDevice::CurrentDevice(const DeviceInfo&) {}
+CurrentDevice::~CurrentDevice() = default;
 Status check_device_pointer(const char*, const void*, const DeviceInfo&) { return {}; }
 Status check_stream(void*, const DeviceInfo&) { return {}; }
 Status cuda_status(const char*, int) { return {}; }
 
 #endif
+
+Status backend_device(std::string_view backend, int ordinal, const DeviceInfo** info) {
+  if (num_devices() > 0) return device_info(ordinal, info);
+#if defined(KVTILE_CUDA)
+  constexpr const char* kMissing = "no CUDA device on this machine";
+#else
+  constexpr const char* kMissing = "no CUDA in this build";
+#endif
+  return Status(StatusCode::kUnavailable,
+                fmt::format("backend: got {}, wanted cpu: {}", backend, kMissing));
+}
 
 }  // namespace kvtile

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "kvtile/status.h"
 
@@ -30,6 +31,22 @@ int num_devices();
 // Valid for the life of the process. `ordinal` -1 is the calling thread's current device.
 // kUnsupported for an architecture this build has no code for.
 Status device_info(int ordinal, const DeviceInfo** info);
+
+// device_info() for a call that asked for `backend`: where there is no device at all, kUnavailable
+// names the backend and what is missing.
+Status backend_device(std::string_view backend, int ordinal, const DeviceInfo** info);
+
+// Makes a device the calling thread's current one for its own lifetime: launches go there.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(const DeviceInfo& device);
+  ~CurrentDevice();
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_ = -1;  // -1: it was current already
+};
 
 // Ok if a kernel on the device can read `pointer`: its own or managed memory. Host memory and
 // another device's are kInvalidArgument naming the argument. Null is the caller's to judge.

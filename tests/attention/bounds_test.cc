@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "kvtile/codec.h"
+#include "src/core/device.h"
 #include "tests/testing/cases.h"
 #include "tests/testing/compare.h"
 
@@ -122,7 +124,7 @@ TEST(Workspace, PlannedForTheMostRowsServesFewer) {
     spec.seqs = {{2000, q}};
     AttendProblem problem(spec);
     ASSERT_TRUE(is_ok(attend(problem.call, Workspace{workspace.data(), bytes})));
-    EXPECT_TRUE(testing::matches_reference(problem, {0, q - 1}));
+    EXPECT_TRUE(testing::rows_match_reference(problem, {0, q - 1}));
     EXPECT_TRUE(workspace.margins_intact());
   }
 }
@@ -155,8 +157,8 @@ TEST(Workspace, TheLargestOfSeveralPoolsServesThemAllInTurn) {
     EXPECT_TRUE(testing::same_bits(b.all_bits(), want_b));
   }
   EXPECT_TRUE(workspace.margins_intact());
-  EXPECT_TRUE(testing::matches_reference(a, {0, 8}));
-  EXPECT_TRUE(testing::matches_reference(b, {0, 8}));
+  EXPECT_TRUE(testing::rows_match_reference(a, {0, 8}));
+  EXPECT_TRUE(testing::rows_match_reference(b, {0, 8}));
 }
 
 TEST(Workspace, HoldsAtEveryThreadCount) {
@@ -480,6 +482,41 @@ TEST(Backends, TableEndsWithTheCpuAndAnswersSupport) {
   call.num_heads = 30;
   EXPECT_TRUE(fails_with(backend_supports("cpu", call), StatusCode::kInvalidArgument, "num_heads"));
   EXPECT_STRNE(version(), "");
+}
+
+// Asked for CUDA where there is none: one typed refusal that names the backend, from every entry.
+TEST(Backends, CudaWithoutADeviceIsUnavailable) {
+  if (num_devices() > 0) GTEST_SKIP() << "this machine has one";
+  AttendSpec spec;
+  spec.head_dim = 128;
+  AttendProblem problem(spec);
+  for (const char* backend : {"cuda", "cuda/rows", "cuda/tile"}) {
+    RunOptions options;
+    options.backend = backend;
+    const std::string got = std::string("backend: got ") + backend;
+    EXPECT_TRUE(fails_with(problem.run(options), StatusCode::kUnavailable, got));
+    EXPECT_TRUE(fails_with(backend_supports(backend, problem.call), StatusCode::kUnavailable, got));
+    size_t bytes = 0;
+    EXPECT_TRUE(
+        fails_with(workspace_bytes(problem.call, options, &bytes), StatusCode::kUnavailable, got));
+  }
+  EXPECT_TRUE(problem.outputs_untouched());
+  RunOptions options;
+  options.backend = "cuda";
+  EXPECT_TRUE(fails_with(decode_slots({.cache = problem.call.cache}, options),
+                         StatusCode::kUnavailable, "backend: got cuda"));
+  EXPECT_TRUE(fails_with(encode_slots({.cache = problem.call.cache}, nullptr, options),
+                         StatusCode::kUnavailable, "backend: got cuda"));
+  float out[1] = {}, lse[1] = {};
+  const PartialState state = {out, lse};
+  EXPECT_TRUE(fails_with(merge_states({.states = &state,
+                                       .num_states = 1,
+                                       .total_q = 1,
+                                       .num_heads = 1,
+                                       .head_dim = 1,
+                                       .out = out},
+                                      options),
+                         StatusCode::kUnavailable, "backend: got cuda"));
 }
 
 TEST(Backends, ReportSaysWhatRan) {

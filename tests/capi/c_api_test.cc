@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "kvtile/codec.h"
+#include "src/core/device.h"
 #include "tests/capi/c_api_probe.h"
 #include "tests/testing/cases.h"
 #include "tests/testing/compare.h"
@@ -307,6 +308,10 @@ TEST(CApi, SizesAreChecked) {
   call.backend = "nonsense an older caller never wrote";
   call.size = offsetof(kvtile_attention_call, backend);
   EXPECT_EQ(kvtile_workspace_bytes(&call, &bytes), KVTILE_OK) << last_error();
+  // Run options that an older caller never had: the device is then the current one.
+  call = c_call(problem.call);
+  call.device_plus_one = 77;
+  EXPECT_EQ(kvtile_workspace_bytes(&call, &bytes), KVTILE_OK) << "the CPU has no device";
   call = c_call(problem.call);
   call.cache.size = 0;
   EXPECT_EQ(kvtile_workspace_bytes(&call, &bytes), KVTILE_INVALID_ARGUMENT);
@@ -420,6 +425,34 @@ TEST(CApi, Names) {
   }
   EXPECT_EQ(kvtile_num_backends(), num_backends());
   EXPECT_STREQ(kvtile_backend_name(kvtile_num_backends() - 1), "cpu");
+}
+
+TEST(CApi, Devices) {
+  EXPECT_EQ(kvtile_num_devices(), num_devices());
+  kvtile_device device = KVTILE_INIT(kvtile_device);
+  EXPECT_NE(kvtile_device_info(-1, &device), KVTILE_OK);
+  EXPECT_NE(kvtile_device_info(kvtile_num_devices(), &device), KVTILE_OK);
+  EXPECT_NE(last_error().find("device"), std::string::npos) << last_error();
+  EXPECT_EQ(kvtile_device_info(0, nullptr), KVTILE_INVALID_ARGUMENT);
+  for (int i = 0; i < kvtile_num_devices(); ++i) {
+    ASSERT_EQ(kvtile_device_info(i, &device), KVTILE_OK) << last_error();
+    EXPECT_EQ(device.size, sizeof(device));
+    EXPECT_GE(device.arch, 80);
+    EXPECT_GT(device.num_sms, 0);
+    EXPECT_GT(device.copy_gb_per_s, 0.0);
+    EXPECT_STRNE(device.name, "");
+  }
+  if (kvtile_num_devices() > 0) return;
+  kvtile_decode_call decode = KVTILE_INIT(kvtile_decode_call);
+  decode.cache = KVTILE_INIT(kvtile_cache);
+  decode.cache.format = KVTILE_INIT(kvtile_format);
+  ASSERT_EQ(kvtile_parse_preset("4bit_nc", 128, 0, &decode.cache.format), KVTILE_OK);
+  decode.cache.block_size = 16;
+  decode.cache.num_kv_heads = 1;
+  decode.backend = "cuda";
+  decode.device_plus_one = 1;
+  EXPECT_EQ(kvtile_decode(&decode), KVTILE_UNAVAILABLE);
+  EXPECT_NE(last_error().find("backend: got cuda"), std::string::npos) << last_error();
 }
 
 // The numbers of the two enumerations are one list.

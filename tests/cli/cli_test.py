@@ -133,7 +133,6 @@ def test_bad_input(scratch):
             (["--layout", "planar"], ["--layout", "planar"]),
             (["--dtype", "int8"], ["--dtype", "int8"]),
             (["--backend", "tpu"], ["--backend", "tpu", "cpu"]),
-            (["--backend", "cuda"], ["--backend", "cuda", "cpu"]),
             (["--layer", "0"], ["--layer"]),
             (["--input", "x.safetensors"], ["--input"]),
             (["--colour", "red"], ["--colour"])):
@@ -144,6 +143,12 @@ def test_bad_input(scratch):
     expect_error(["inspect", "--preset", "4bit_nc", "--head-dim", "64", "--num-kv-heads", "0"],
                  "--num-kv-heads")
     expect_error(["verify"], "--vectors", "--scan")
+    expect_error(["verify", "--vectors", "x", "--backend", "tpu"], "--backend", "tpu", "cpu")
+    if run(["devices"]).returncode == 2:  # no GPU, or no CUDA in this build
+        expect_error(["devices"], "cuda", "cpu")
+        for backend in ("cuda", "cuda/rows", "cuda/tile"):
+            expect_error(SMALL + ["--backend", backend], "--backend", backend, "cpu")
+            expect_error(["verify", "--vectors", "x", "--backend", backend], "--backend", backend)
     expect_error(["verify", "--vectors", "/no/such/file"], "/no/such/file")
     for args in ([], ["frobnicate"]):
         result = run(args)

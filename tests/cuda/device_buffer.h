@@ -44,6 +44,7 @@ class DeviceBuffer {
   void upload(const void* host) {
     EXPECT_EQ(cudaMemcpy(as<>(), host, bytes_, cudaMemcpyHostToDevice), cudaSuccess);
   }
+  void fill(int byte) { EXPECT_EQ(cudaMemset(as<>(), byte, bytes_), cudaSuccess); }
   // Synchronises: work queued before has finished.
   std::vector<std::byte> download() const {
     std::vector<std::byte> host(bytes_);
@@ -51,10 +52,13 @@ class DeviceBuffer {
     return host;
   }
   ::testing::AssertionResult margins_intact() const {
-    std::vector<std::byte> all(bytes_ + 2 * kMargin);
-    EXPECT_EQ(cudaMemcpy(all.data(), base_, all.size(), cudaMemcpyDeviceToHost), cudaSuccess);
+    std::byte before[kMargin], after[kMargin];
+    const auto* base = static_cast<const std::byte*>(base_);
+    EXPECT_EQ(cudaMemcpy(before, base, kMargin, cudaMemcpyDeviceToHost), cudaSuccess);
+    EXPECT_EQ(cudaMemcpy(after, base + kMargin + bytes_, kMargin, cudaMemcpyDeviceToHost),
+              cudaSuccess);
     for (size_t i = 0; i < kMargin; ++i) {
-      if (all[i] != std::byte{kPattern} || all[kMargin + bytes_ + i] != std::byte{kPattern}) {
+      if (before[i] != std::byte{kPattern} || after[i] != std::byte{kPattern}) {
         return ::testing::AssertionFailure() << "written " << i << " bytes outside the buffer";
       }
     }

@@ -82,14 +82,15 @@ bool agree(double got, double want, double tolerance) {
   return ::testing::AssertionSuccess();
 }
 
-::testing::AssertionResult matches_reference(const AttendProblem& problem) {
+::testing::AssertionResult matches_reference(const AttendProblem& problem, const Tolerance& bound) {
   std::vector<int64_t> rows(static_cast<size_t>(problem.call.total_q));
   std::iota(rows.begin(), rows.end(), 0);
-  return matches_reference(problem, rows);
+  return rows_match_reference(problem, rows, bound);
 }
 
-::testing::AssertionResult matches_reference(const AttendProblem& problem,
-                                             const std::vector<int64_t>& rows) {
+::testing::AssertionResult rows_match_reference(const AttendProblem& problem,
+                                                const std::vector<int64_t>& rows,
+                                                const Tolerance& bound) {
   if (!problem.outputs_contained()) {
     return ::testing::AssertionFailure() << "bytes outside the outputs were written";
   }
@@ -123,8 +124,8 @@ bool agree(double got, double want, double tolerance) {
       };
       for (int d = 0; d < head_dim; ++d) {
         const double w = want[static_cast<size_t>(d)], g = problem.out(row, head, d);
-        const double tolerance = 0.5 * spacing(call.dtype, std::max(std::fabs(w), std::fabs(g))) +
-                                 kOutputTolerance * vmax;
+        const double tolerance =
+            0.5 * spacing(call.dtype, std::max(std::fabs(w), std::fabs(g))) + bound.output * vmax;
         if (!agree(g, w, tolerance)) {
           return ::testing::AssertionFailure()
                  << where() << " d " << d << ": got " << g << ", oracle " << w << ", difference "
@@ -133,11 +134,11 @@ bool agree(double got, double want, double tolerance) {
       }
       if (call.lse == nullptr) continue;
       const double got_lse = problem.lse(row, head);
-      const bool lse_agrees = std::isinf(want_lse) ? got_lse == want_lse
-                              : std::isnan(want_lse)
-                                  ? std::isnan(got_lse)
-                                  : std::fabs(got_lse - want_lse) <=
-                                        kLseTolerance * std::max(1.0, std::fabs(want_lse) / 8);
+      const bool lse_agrees =
+          std::isinf(want_lse) ? got_lse == want_lse
+          : std::isnan(want_lse)
+              ? std::isnan(got_lse)
+              : std::fabs(got_lse - want_lse) <= bound.lse * std::max(1.0, std::fabs(want_lse) / 8);
       if (!lse_agrees) {
         return ::testing::AssertionFailure()
                << where() << " lse: got " << got_lse << ", oracle " << want_lse;

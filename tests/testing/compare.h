@@ -23,11 +23,19 @@ inline constexpr double kLseTolerance = 1e-5;     // absolute up to an lse of 8,
 ::testing::AssertionResult fails_with(const Status& status, StatusCode code,
                                       const std::string& argument);
 
+// Bounds of an engine; the defaults are the CPU's.
+struct Tolerance {
+  double output = kOutputTolerance;
+  double lse = kLseTolerance;
+};
+
 // The whole batch, or the listed rows (over all heads), plus outputs_contained(). Where the oracle
 // is NaN or infinite, so must the result be; where it is finite, so must the result.
-::testing::AssertionResult matches_reference(const AttendProblem& problem);
 ::testing::AssertionResult matches_reference(const AttendProblem& problem,
-                                             const std::vector<int64_t>& rows);
+                                             const Tolerance& bound = {});
+::testing::AssertionResult rows_match_reference(const AttendProblem& problem,
+                                                const std::vector<int64_t>& rows,
+                                                const Tolerance& bound = {});
 
 // run() and matches_reference() in one.
 ::testing::AssertionResult runs_and_matches(AttendProblem* problem, const RunOptions& options = {});

@@ -408,6 +408,19 @@ bool AttendProblem::outputs_contained() const {
   return true;
 }
 
+std::vector<AttendProblem::Region> AttendProblem::input_regions() {
+  std::vector<Region> regions;
+  for (GuardedBuffer* input : {&pages_, &query_, &chunk_key_, &chunk_value_, &block_table_,
+                               &cu_seqlens_q_, &seq_lens_, &first_positions_, &sinks_}) {
+    if (input->size() > 0) regions.push_back({input->data(), input->size()});
+  }
+  return regions;
+}
+
+std::vector<AttendProblem::Region> AttendProblem::output_regions() {
+  return {{out_.data(), out_.size()}, {lse_.data(), lse_.size()}};
+}
+
 void AttendProblem::refill_outputs() {
   out_.refill();
   lse_.refill();

@@ -110,6 +110,15 @@ class AttendProblem {
   bool outputs_untouched() const { return out_.untouched() && lse_.untouched(); }
   void refill_outputs();
 
+  // The memory behind the call's pointers, for copies elsewhere: what is read, and what is written
+  // (output, then lse).
+  struct Region {
+    std::byte* data;
+    size_t bytes;
+  };
+  std::vector<Region> input_regions();
+  std::vector<Region> output_regions();
+
  private:
   struct Strides {
     int64_t token, head;

@@ -1,12 +1,16 @@
-// The CUDA rows of the backend table. They are part of every build; without CUDA, or on a machine
-// without a device, they answer kUnavailable.
+// The CUDA rows of the backend table: each engine by name, and "cuda", which takes the cheaper one.
+// Only builds with CUDA have them; on a machine without a device they answer kUnavailable.
 #pragma once
 
 #include "src/attention/backends.h"
 
 namespace kvtile {
 
+extern const Backend kCudaBackend;
 extern const Backend kCudaRowsBackend;
 extern const Backend kCudaTileBackend;
+
+// merge_states() on backend "cuda"; the call's host side is valid.
+Status merge_states_cuda(const MergeCall& call, const RunOptions& options);
 
 }  // namespace kvtile

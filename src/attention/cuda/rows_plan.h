@@ -307,6 +307,7 @@ inline int64_t rows_num_tiles(const RowsShape& shape, int queries_per_tile, int6
                               int* tiles_per_seq) {
   const int64_t by_rows = rows_tile_base(queries_per_tile, 0, total_q, shape.num_seqs);
   *tiles_per_seq = 0;
+  if (shape.num_seqs == 0) return 0;
   if (shape.max_q_len <= 0) return by_rows;
   const int64_t each = (shape.max_q_len + queries_per_tile - 1) / queries_per_tile;
   const int64_t by_hint = each * shape.num_seqs;

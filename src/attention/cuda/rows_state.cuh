@@ -31,6 +31,7 @@ __device__ inline float state_weight(float offset, float high) {
 }
 
 __device__ inline int64_t clamped_row(const RowsParams& p, int seq) {
+  if (p.a.num_seqs == 0) return 0;  // and no arrays
   const int64_t row = __ldg(p.a.cu_seqlens_q + seq);
   return min(max(row, int64_t{0}), p.a.total_q);
 }

@@ -103,7 +103,10 @@ struct RowsLoader {
   __device__ RowsLoader(const RowsParams& params, const RowsTile& tile, const RowsRange& range,
                         uint32_t shared_bases, int end_group, int distance, int lane_id)
       : p(params), bases(shared_bases), lane(lane_id) {
-    straight_groups = p.whole_groups && (tile.table_position & (kRowsGroupTokens - 1)) == 0;
+    // Slots that are read as whole words must lie on them.
+    const int64_t strides = p.a.cache.stride_block | p.a.cache.stride_token | p.a.cache.stride_head;
+    straight_groups = p.whole_groups && (tile.table_position & (kRowsGroupTokens - 1)) == 0 &&
+                      strides % Config::kSlotAlignment == 0;
     const auto stride = static_cast<uint32_t>(p.a.cache.stride_token);
     // Computed once: the compiler would do it again for every group.
     lane_offset = keep(lane / kRowLanes * stride + 16 * (lane % kRowLanes));
