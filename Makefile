@@ -10,15 +10,17 @@ DEMO_CONTEXT ?= 1010000
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 BUILD_PACKAGES := g++-12 cmake ninja-build pkg-config libhwy-dev libcli11-dev libfmt-dev \
   nlohmann-json3-dev libgtest-dev python3
+TEST_PACKAGES := python3-numpy python3-pytest
 BENCH_PACKAGES := libbenchmark-dev libopenblas-dev
 FORMAT_PACKAGES := clang-format-14
 CLANG_PACKAGES := clang-14 libclang-rt-14-dev libomp-14-dev
+PYTHON_PACKAGES := python3-venv python3-dev
 CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
 
 FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
 
 .SECONDARY:
-.PHONY: all demo test bench cuda test-gpu test-gpu-sanitize asan clang aarch64 fuzz format format-check clean
+.PHONY: all demo test test-python bench cuda test-gpu test-gpu-sanitize asan clang aarch64 fuzz format format-check clean
 all: build-cpu
 
 # Installs the packages of one group that dpkg does not list as installed; asks apt for nothing
@@ -46,8 +48,21 @@ build/%/build.ninja: CMakePresets.json | build/.packages-BUILD
 build-cpu: build/cpu/build.ninja
 	cmake --build --preset cpu -j $(JOBS)
 
-test: build-cpu
+test: build-cpu build/.packages-TEST
 	ctest --preset cpu -j $(JOBS)
+
+# The Python package as a user installs it, in an environment of its own, with torch and transformers
+# (gigabytes of download: PyPI's torch is the CUDA build).
+build/.python: tests/python/requirements.txt | build/.packages-BUILD build/.packages-PYTHON
+	python3 -m venv build/python
+	build/python/bin/pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+test-python: build/.python
+	CC=gcc-12 CXX=g++-12 CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) build/python/bin/pip install -q --disable-pip-version-check \
+	  --no-deps . -C cmake.define.KVTILE_CUDA=OFF
+	OMP_WAIT_POLICY=PASSIVE build/python/bin/python -m pytest -q -p no:cacheprovider \
+	  --ignore=tests/python/gpu tests/python
 
 # Only the command is built here: the demo does not wait for the tests to compile.
 demo: build/cpu/build.ninja

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """kvtile against what a user would run instead, in one process and the same minutes.
 
-Inputs: libkvtile.so (driven through its C ABI), numpy with OpenBLAS, PyTorch, and optionally ggml's
-own test-backend-ops. Results are checked for equality before anything is timed. Every ratio is
-taken inside one round, between measurements that lie next to each other, so a machine that slows
-down slows both sides; the median over rounds is reported with the quartiles as its spread.
+Inputs: the kvtile package of this checkout over the library that KVTILE_LIBRARY names, numpy with
+OpenBLAS, PyTorch, and optionally ggml's own test-backend-ops. Results are checked for equality
+before anything is timed. Every ratio is taken inside one round, between measurements that lie next
+to each other, so a machine that slows down slows both sides; the median over rounds is reported
+with the quartiles as its spread.
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -18,6 +20,9 @@ import subprocess
 import sys
 import time
 
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "python"))
+
 # OpenBLAS is the single-thread GEMM yardstick. A forced core type would slow it down: it is dropped
 # in a child process of this script only, and the kernel that then runs is part of the report.
 FORCED_BLAS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
@@ -25,13 +30,16 @@ CLEAN_ENVIRONMENT = "KVTILE_BENCH_CLEAN"
 if __name__ == "__main__" and CLEAN_ENVIRONMENT not in os.environ:
     environment = {k: v for k, v in os.environ.items() if k not in FORCED_BLAS}
     environment.update({CLEAN_ENVIRONMENT: "1", "OPENBLAS_NUM_THREADS": "1"})
+    built = "build/cuda" if "--gpu" in sys.argv else "build/bench"
+    environment.setdefault("KVTILE_LIBRARY", str(REPOSITORY / built / "libkvtile.so"))
     sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
 
 import numpy as np  # noqa: E402
 
-import capi  # noqa: E402
+import kvtile  # noqa: E402
+from attention import Attention, PackedSequence  # noqa: E402
+from kvtile import _lib  # noqa: E402
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 PRESETS = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
 HEAD_DIM = 128
 CACHED = 32768
@@ -71,6 +79,7 @@ class Table:
 
     def __init__(self):
         self.rows = []
+        self.backend = None  # the path that prefill took
 
     def add(self, table, name, samples, unit, ours="", peer="", at_least=None, at_most=None):
         median, low, high = spread(samples)
@@ -95,15 +104,15 @@ def level3_bytes():
     return int(path.read_text().rstrip("K\n")) * 1024 if path.exists() else 32 * MIB
 
 
-def packed_caches(library, preset, num_tokens, num_kv_heads, rng):
+def packed_sequences(preset, num_tokens, num_kv_heads, rng):
     """Enough copies of one packed cache, in pages shuffled differently, to exceed twice the L3."""
     shape = (num_tokens, num_kv_heads, HEAD_DIM)
     key = rng.standard_normal(shape, np.float32)
     value = rng.standard_normal(shape, np.float32)
-    first = capi.PackedCache(library, preset, num_tokens, num_kv_heads, HEAD_DIM)
-    copies = 1 + 2 * level3_bytes() // first.pages.nbytes
+    first = PackedSequence(preset, num_tokens, num_kv_heads, HEAD_DIM)
+    copies = 1 + 2 * level3_bytes() // first.cache.pages.nbytes
     caches = [first] + [
-        capi.PackedCache(library, preset, num_tokens, num_kv_heads, HEAD_DIM, seed=i)
+        PackedSequence(preset, num_tokens, num_kv_heads, HEAD_DIM, seed=i)
         for i in range(1, copies)]
     for cache in caches:
         cache.encode(key, value)
@@ -116,7 +125,7 @@ def rel_error(got, want):
 
 def check_attention(attention):
     """Sampled rows of attend() against float64 attention over the decoded cache."""
-    cache = attention.caches[0]
+    cache = attention.sequences[0]
     q_len, num_heads, head_dim = attention.query.shape
     group = num_heads // cache.num_kv_heads
     key = np.empty((cache.num_tokens, cache.num_kv_heads, head_dim), np.float32)
@@ -127,7 +136,7 @@ def check_attention(attention):
         value = np.concatenate([value, attention.chunk[1]])
     attention.out.fill(np.nan)
     attention.lse.fill(np.nan)
-    attention.run(cache_index=0)
+    attention.run(0)
     for head in sorted({0, num_heads // 2, num_heads - 1}):
         rows = sorted({0, q_len // 2, q_len - 1})
         k64 = key[:, head // group].astype(np.float64)
@@ -171,7 +180,7 @@ class Gemm:
         return 2 * self.SIZE**3 / seconds / 1e9
 
 
-def compare_gemm(library, options, table, report):
+def compare_gemm(options, table):
     """Share of the GEMM rate of one core, and the gain of two threads."""
     rng = np.random.default_rng(1)
     gemm = Gemm(rng)
@@ -179,16 +188,16 @@ def compare_gemm(library, options, table, report):
     cases += [("decode", 1, group) for group in (4, 8)]
     for phase, q_len, group in cases:
         num_heads, num_kv_heads = 32, 32 // group
-        caches = packed_caches(library, options.preset, CACHED, num_kv_heads, rng)
+        caches = packed_sequences(options.preset, CACHED, num_kv_heads, rng)
         query = rng.standard_normal((q_len, num_heads, HEAD_DIM), np.float32)
         chunk = None
         if phase == "prefill":
             chunk = tuple(rng.standard_normal((2, q_len, num_kv_heads, HEAD_DIM), np.float32))
-        one, two = (capi.Attention(library, caches, query, chunk, num_threads=n) for n in (1, 2))
+        one, two = (Attention(caches, query, chunk, num_threads=n) for n in (1, 2))
         check_attention(one)
         check_attention(two)
         if phase == "prefill":
-            one.run(0, report)
+            table.backend = one.report.backend.decode()
         shares, gains, ours, peers = [], [], [], []
         for _ in range(options.rounds):
             before = gemm.gflops()
@@ -208,7 +217,7 @@ def compare_gemm(library, options, table, report):
             table.add("threads", f"{name}: 2 threads over 1", gains, "x", at_least=1.7)
 
 
-def compare_sdpa(library, options, table, report):
+def compare_sdpa(options, table):
     """Decode everything to fp32, then PyTorch's scaled_dot_product_attention on the CPU."""
     import torch
 
@@ -217,10 +226,10 @@ def compare_sdpa(library, options, table, report):
     rng = np.random.default_rng(2)
     q_len, num_heads, num_kv_heads = 256, 32, 8
     group = num_heads // num_kv_heads
-    caches = packed_caches(library, options.preset, CACHED, num_kv_heads, rng)
+    caches = packed_sequences(options.preset, CACHED, num_kv_heads, rng)
     query = rng.standard_normal((q_len, num_heads, HEAD_DIM), np.float32)
     # Every row sees the whole cache on both sides, so that no mask costs PyTorch its fast path.
-    attention = capi.Attention(library, caches, query, causal=False, num_threads=options.threads)
+    attention = Attention(caches, query, causal=False, num_threads=options.threads)
     key = np.empty((CACHED, num_kv_heads, HEAD_DIM), np.float32)
     value = np.empty_like(key)
     key_view, value_view = (torch.from_numpy(x).transpose(0, 1)[None] for x in (key, value))
@@ -289,15 +298,15 @@ def ggml_seconds(program, q_len, kv_type, mask):
     return float(found[0]) * 1e-6
 
 
-def compare_ggml(library, options, table, report):
+def compare_ggml(options, table):
     """ggml's CPU flash attention over f16, q8_0 and q4_0, by its own benchmark."""
     rng = np.random.default_rng(3)
     num_threads = os.cpu_count()  # ggml's program takes every core that is online
     num_heads, num_kv_heads = 32, 8
-    caches = packed_caches(library, options.preset, CACHED, num_kv_heads, rng)
+    caches = packed_sequences(options.preset, CACHED, num_kv_heads, rng)
     for q_len in (1, 128):
         query = rng.standard_normal((q_len, num_heads, HEAD_DIM), np.float32)
-        attention = capi.Attention(library, caches, query, causal=False, num_threads=num_threads)
+        attention = Attention(caches, query, causal=False, num_threads=num_threads)
         check_attention(attention)
         # With a mask is how ggml's graphs call it; its random mask hides up to a tenth of the keys.
         for kv_type, mask in itertools.product(("f16", "q8_0", "q4_0"), (1, 0)):
@@ -316,7 +325,7 @@ def compare_ggml(library, options, table, report):
                       peer=f"{statistics.median(peers) * 1e3:.1f} ms")
 
 
-def compare_codec(library, options, table, report):
+def compare_codec(options, table):
     """Store and read back, one thread: bf16 input and 16- and 32-bit output per second."""
     rng = np.random.default_rng(4)
     num_tokens, num_kv_heads = CACHED, 8
@@ -326,20 +335,22 @@ def compare_codec(library, options, table, report):
                   for _ in range(2))
     key_out, value_out = np.empty((2, *shape), np.float32)
     for preset in PRESETS:
-        cache = capi.PackedCache(library, preset, num_tokens, num_kv_heads, HEAD_DIM)
-        encode = lambda: cache.encode(key, value, capi.BFLOAT16, num_threads=1)
+        cache = PackedSequence(preset, num_tokens, num_kv_heads, HEAD_DIM)
+        encode = lambda: cache.encode(key, value, num_threads=1)
         encode()
         rates = [(key.nbytes + value.nbytes) / timed(encode, 0.3) / 1e9
                  for _ in range(options.rounds)]
         table.add("codec", f"encode {preset}, bf16 input", rates, "GB/s", at_least=0.5)
         cache.decode(key_out, value_out, num_threads=1)
         check_codec(preset, key, value, key_out, value_out)
-        for dtype, dtype_name, unrotate in ((capi.FLOAT32, "fp32", False),
-                                            (capi.FLOAT16, "fp16", False),
-                                            (capi.BFLOAT16, "bf16", False),
-                                            (capi.FLOAT32, "fp32, un-rotated", True)):
-            decode = lambda: cache.decode(key_out, value_out, dtype, unrotate, num_threads=1)
-            output_bytes = 2 * key.size * (4 if dtype == capi.FLOAT32 else 2)
+        # uint16 stands for bf16.
+        for dtype, dtype_name, unrotate in ((np.float32, "fp32", False),
+                                            (np.float16, "fp16", False),
+                                            (np.uint16, "bf16", False),
+                                            (np.float32, "fp32, un-rotated", True)):
+            outputs = [np.empty(shape, dtype) for _ in range(2)]
+            decode = lambda: cache.decode(*outputs, unrotate, num_threads=1)
+            output_bytes = sum(x.nbytes for x in outputs)
             rates = [output_bytes / timed(decode, 0.3) / 1e9 for _ in range(options.rounds)]
             table.add("codec", f"decode {preset}, {dtype_name} output", rates, "GB/s",
                       at_least=None if unrotate else 1.0)
@@ -354,19 +365,23 @@ def check_codec(preset, key, value, key_out, value_out):
             raise Unequal(f"{preset} {name}: got relative error {error:.2e} after a round trip")
 
 
-def measure_workspace(library, options, table, report):
+def measure_workspace(options, table):
     """The largest workspace over a grid of shapes, and its change with the cached length."""
 
     def need(head_dim, num_heads, num_kv_heads, total_q, cached, preset):
-        fmt = library.parse_preset(preset, head_dim)
-        pages = np.zeros(1, np.uint8)
-        cache = capi.Cache(layout=capi.TOKEN_MAJOR, pages=capi.pointer(pages),
-                           num_blocks=-(-(cached + total_q) // 16), block_size=16,
-                           num_kv_heads=num_kv_heads, format=fmt)
-        return library.workspace_bytes(capi.AttentionCall(
-            dtype=capi.BFLOAT16, num_seqs=1, num_heads=num_heads, total_q=total_q,
+        # The struct itself: the package's workspace_bytes has no argument for a cached length.
+        cache = _lib.Cache(num_blocks=-(-(cached + total_q) // 16), block_size=16,
+                           num_kv_heads=num_kv_heads,
+                           format=_lib.Format.from_buffer_copy(
+                               kvtile.SlotFormat(preset, head_dim).packed))
+        call = _lib.AttentionCall(
+            dtype=_lib.BFLOAT16, num_seqs=1, num_heads=num_heads, total_q=total_q,
             softmax_scale=head_dim**-0.5, causal=1, cache=cache, backend=b"cpu",
-            max_blocks=cache.num_blocks, num_threads=options.threads))
+            max_blocks=cache.num_blocks, max_seq_len=cached + total_q,
+            num_threads=options.threads)
+        found = ctypes.c_size_t()
+        _lib.check(_lib.lib.kvtile_workspace_bytes(bytes(call), ctypes.byref(found)))
+        return found.value
 
     needs, growth = [], []
     for preset in PRESETS:
@@ -401,14 +416,14 @@ def git(*arguments):
                           capture_output=True, text=True).stdout.strip()
 
 
-def versions(library, options, report):
+def versions(options, table):
     from threadpoolctl import threadpool_info
 
     blas = [f"{pool['version']} {pool['architecture']}" for pool in threadpool_info()
             if pool["internal_api"] == "openblas"]
-    found = {"kvtile": library.version(), "numpy": np.__version__, "openblas": ", ".join(blas)}
-    if report.backend:
-        found["kvtile_backend"] = report.backend.decode()
+    found = {"kvtile": kvtile.version(), "numpy": np.__version__, "openblas": ", ".join(blas)}
+    if table.backend:
+        found["kvtile_backend"] = table.backend
     if "torch" in sys.modules:
         found["torch"] = sys.modules["torch"].__version__
     if "ggml" in options.sections:
@@ -433,7 +448,6 @@ def shown_command(options):
 def parse_arguments():
     parser = argparse.ArgumentParser(description="Ratios of kvtile to its peers on this CPU; with "
                                      "--gpu, of its CUDA backends on this GPU (compare_gpu.py).")
-    parser.add_argument("--library", default=str(REPOSITORY / "build" / "bench" / "libkvtile.so"))
     parser.add_argument("--ggml", help="ggml's test-backend-ops, see bench/README.md")
     parser.add_argument("--ggml-commit", default="", help="recorded with the results")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="repeatable")
@@ -457,13 +471,12 @@ def main():
         import compare_gpu
         return compare_gpu.main([word for word in sys.argv[1:] if word != "--gpu"])
     options = parse_arguments()
-    library = capi.Library(options.library)
-    table, report = Table(), capi.RunReport()
+    table = Table()
     print(f"{cpu_name()}, {os.cpu_count()} cores; {shown_command(options)}")
     for section in options.sections:
         print(f"{section}: {SECTIONS[section].__doc__.splitlines()[0]}", flush=True)
-        SECTIONS[section](library, options, table, report)
-    found = versions(library, options, report)
+        SECTIONS[section](options, table)
+    found = versions(options, table)
     print(", ".join(f"{name} {version}" for name, version in found.items()))
     if options.output:
         document = {

@@ -1,6 +1,6 @@
 """The GPU half of compare.py: kvtile's CUDA backends beside what a user would run instead.
 
-Inputs: libkvtile.so with CUDA (through its C ABI), PyTorch with CUDA, Triton. Peers: PyTorch's
+Inputs: libkvtile.so with CUDA (through its C ABI; KVTILE_LIBRARY names it), PyTorch with CUDA, Triton. Peers: PyTorch's
 flash and cuDNN attention over uncompressed K/V; the tiled reference (compare_gpu_peers.py); a
 split-KV decode that works per query head. Everything is held against float64 before anything is
 timed, in the same process. Times are of the device, by events, each run after the L2 was
@@ -10,6 +10,7 @@ overwritten; medians with quartiles. Bars are those of one H200.
 import argparse
 import json
 import math
+import os
 import pathlib
 import statistics
 
@@ -409,8 +410,6 @@ SECTIONS = {"prefill": compare_prefill, "decode": compare_decode, "error": compa
 
 def parse_arguments(arguments):
     parser = argparse.ArgumentParser(prog="compare.py --gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--library",
-                        default=str(compare.REPOSITORY / "build" / "cuda" / "libkvtile.so"))
     parser.add_argument("--only", choices=SECTIONS, action="append", help="repeatable")
     parser.add_argument("--output", help="JSON file, e.g. bench/results/gpu_h200.json")
     parser.add_argument("--commit", help="recorded with the results; default: git's HEAD")
@@ -425,7 +424,7 @@ def main(arguments):
     options = parse_arguments(arguments)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    library = capi.Library(options.library)
+    library = capi.Library(os.environ["KVTILE_LIBRARY"])
     properties = torch.cuda.get_device_properties(0)
     clock, table = Clock(), compare.Table()
     print(f"{properties.name}; {options.shown}")

@@ -171,12 +171,13 @@ class Slots:
         slot = np.zeros(layout.slot_bytes, np.uint8)
         slot[:layout.key_bytes] = np.packbits(bits.reshape(-1).astype(np.uint8), bitorder="little")
         slot[layout.norm_offset:layout.norm_offset + 2] = np.float16(1).reshape(1).view(np.uint8)
+        slots = np.zeros(1, np.int64)
         key, value = np.empty((2, 1, 1, self.head_dim), np.float32)
         cache.library.decode(capi.DecodeCall(
             dtype=capi.FLOAT32, cache=capi.Cache(
                 layout=capi.TOKEN_MAJOR, pages=capi.pointer(slot), pages_bytes=slot.nbytes,
                 num_blocks=1, block_size=1, num_kv_heads=1, format=cache.format),
-            slot_mapping=capi.pointer(np.zeros(1, np.int64)), num_tokens=1,
+            slot_mapping=capi.pointer(slots), num_tokens=1,
             key=capi.pointer(key), value=capi.pointer(value), unrotate_keys=0))
         return torch.from_numpy(key[0, 0, :16].copy()).cuda()
 

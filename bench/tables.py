@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the Markdown tables of docs/performance.md and docs/kernels from bench/results/*.json.
+"""Writes the Markdown tables of docs/*.md from bench/results/*.json.
 
 A line `<!-- results: cpu/gemm -->` opens the table "gemm" of results/cpu.json and the next
 `<!-- end results -->` closes it; what lies between is generated. `cpu/machine` gives the line that
@@ -47,6 +47,11 @@ def table_text(results, name):
     rows = [row for row in results["rows"] if row["table"] == name]
     if not rows:
         raise SystemExit(f"results: got no rows of table {name}")
+    if "cells" in rows[0]:  # written out by the program that measured
+        cells = [list(rows[0]["cells"])] + [list(row["cells"].values()) for row in rows]
+        lines = ["| " + " | ".join(line) + " |" for line in cells]
+        lines.insert(1, "|---" * len(cells[0]) + "|")
+        return "\n".join(lines) + "\n"
     # A column that no row fills is left out.
     columns = [("what", lambda row: row["name"]), ("kvtile", lambda row: row["ours"]),
                ("peer", lambda row: row["peer"]),
@@ -78,7 +83,7 @@ def main():
     parser = argparse.ArgumentParser(description="Tables of the documents from measured results.")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it would")
     parser.add_argument("documents", nargs="*",
-                        default=["docs/performance.md", *sorted(
+                        default=["docs/performance.md", "docs/quality.md", *sorted(
                             str(path.relative_to(REPOSITORY))
                             for path in (REPOSITORY / "docs" / "kernels").glob("*.md"))],
                         help="relative to the repository")

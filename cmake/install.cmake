@@ -25,3 +25,12 @@ configure_file(cmake/kvtile.pc.in ${CMAKE_CURRENT_BINARY_DIR}/kvtile.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kvtile.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 
 install(FILES LICENSE README.md CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+
+# What the Python package carries beside its sources: the shared library, under its plain name since
+# a wheel holds no links, and the command.
+install(FILES $<TARGET_FILE:kvtile> DESTINATION kvtile RENAME libkvtile.so
+  COMPONENT python EXCLUDE_FROM_ALL)
+if(TARGET kvtile_cli)
+  install(PROGRAMS $<TARGET_FILE:kvtile_cli> DESTINATION kvtile/bin
+    COMPONENT python EXCLUDE_FROM_ALL)
+endif()

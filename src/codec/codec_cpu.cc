@@ -328,6 +328,24 @@ void finish_keys(const SlotFormat& format, int num_tokens, bool unrotate, const 
   }
 }
 
+// Puts n rows in order of coordinates with fill(i, row) and stores row i at element rows[i] of dst.
+// Several rows are filled before the first is read back as vectors: reading at once would wait for
+// the scalar stores.
+template <class Fill>
+HWY_INLINE void store_rows(const DecodeCall& call, int n, const int64_t* rows, void* dst,
+                           Fill fill) {
+  constexpr int kBatch = 8;
+  const int head_dim = call.cache.format.head_dim;
+  float batch[kBatch * kMaxHeadDim];
+  for (int first = 0; first < n; first += kBatch) {
+    const int count = std::min(kBatch, n - first);
+    for (int i = 0; i < count; ++i) fill(first + i, batch + i * head_dim);
+    for (int i = 0; i < count; ++i) {
+      store_row(batch + i * head_dim, call.dtype, head_dim, dst, rows[first + i]);
+    }
+  }
+}
+
 void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* scratch) {
   const PagedCache& cache = call.cache;
   const SlotFormat& format = cache.format;
@@ -340,7 +358,6 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
   auto* words = reinterpret_cast<uint32_t*>(key_scale + kTileTokens);
   const std::byte* slots[kTileTokens];
   int64_t rows[kTileTokens];
-  float row[kMaxHeadDim];
   for (int head = 0; head < cache.num_kv_heads; ++head) {
     for (int64_t first = begin; first < end; first += kTileTokens) {
       int n = 0;
@@ -360,23 +377,24 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
       }
       if (n == 0) continue;
       if (call.key != nullptr) {
-        unpack_keys(format, slots, TokenSpan{0, n}, key_tile, key_scale);
+        unpack_keys(format, slots, TokenSpan{0, n}, SlotsAhead{}, key_tile, key_scale);
         finish_keys(format, n, call.unrotate_keys && format.rotated(), key_scale, key_tile);
-        for (int i = 0; i < n; ++i) {
+        store_rows(call, n, rows, call.key, [&](int i, float* row) {
           const auto t = static_cast<size_t>(i);
           const float* column =
               key_tile + (t / panel) * panel * static_cast<size_t>(head_dim) + t % panel;
           for (int d = 0; d < head_dim; ++d) row[d] = column[static_cast<size_t>(d) * panel];
-          store_row(row, call.dtype, head_dim, call.key, rows[i]);
-        }
+        });
       }
       if (call.value != nullptr) {
-        unpack_values(format, slots, TokenSpan{0, n}, words, value_tile);
-        for (int i = 0; i < n; ++i) {
+        unpack_values(format, slots, TokenSpan{0, n}, SlotsAhead{}, words, value_tile);
+        store_rows(call, n, rows, call.value, [&](int i, float* row) {
           const float* planar = value_tile + static_cast<size_t>(i) * pitch;
-          for (int d = 0; d < head_dim; ++d) row[d] = planar[value_column(head_dim, d)];
-          store_row(row, call.dtype, head_dim, call.value, rows[i]);
-        }
+          const int num_words = head_dim / 8;
+          for (int w = 0; w < num_words; ++w) {
+            for (int j = 0; j < 8; ++j) row[8 * w + j] = planar[j * num_words + w];
+          }
+        });
       }
     }
   }

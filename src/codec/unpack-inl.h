@@ -271,9 +271,35 @@ HWY_INLINE void visit_span(const SlotFormat& format, const std::byte* const* slo
   }
 }
 
+constexpr int kLineBytes = 64;
+
+// Lines first, first + step.. of a slot. Slots of one head are far apart in token-major pages,
+// where no hardware prefetcher follows them.
+HWY_INLINE void prefetch_lines(const std::byte* slot, int slot_bytes, int first, int step) {
+  // A slot that starts within a line ends in one more than its size suggests.
+  for (int offset = first; offset < slot_bytes + kLineBytes; offset += step) {
+    __builtin_prefetch(slot + std::min(offset, slot_bytes - 1), 0, 2);
+  }
+}
+
+// The slots that are read next, slots[t] for t in the span. Whoever reads tokens fetches these on
+// the way, a few lines with each: all at once they would fill the queue of outstanding lines and
+// stall.
+struct SlotsAhead {
+  const std::byte* const* slots = nullptr;
+  TokenSpan span{0, 0};
+
+  // Lines first, first + step.. of the slot that takes token t's place.
+  HWY_INLINE void fetch(const SlotFormat& format, int t, int first, int step) const {
+    if (span.contains(static_cast<size_t>(t))) {
+      prefetch_lines(slots[t], format.slot_bytes(), first * kLineBytes, step * kLineBytes);
+    }
+  }
+};
+
 template <KeyCode kKey>
 void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                     float* key_tile, float* key_scale) {
+                     const SlotsAhead& ahead, float* key_tile, float* key_scale) {
   const size_t panel = panel_tokens();
   const auto head_dim = static_cast<size_t>(format.head_dim);
   visit_span<kKey>(
@@ -285,22 +311,27 @@ void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, To
           column += panel;
         };
       },
-      [] {}, [](size_t) {});
+      [] {},
+      [&](size_t t) {
+        for (size_t i = 0; i < lane_count(); ++i) {
+          ahead.fetch(format, static_cast<int>(t + i), 0, 2);
+        }
+      });
 }
 
 // Keys of slots[t] into column t, for t in the span; other columns of the vectors touched are left
-// undefined.
+// undefined. Fetches every other line of the slots ahead.
 inline void unpack_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                        float* key_tile, float* key_scale) {
+                        const SlotsAhead& ahead, float* key_tile, float* key_scale) {
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return unpack_key_tile<KeyCode::kFp8E4M3>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4M3>(format, slots, span, ahead, key_tile, key_scale);
     case KeyCode::kFp8E4B15:
-      return unpack_key_tile<KeyCode::kFp8E4B15>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4B15>(format, slots, span, ahead, key_tile, key_scale);
     case KeyCode::kLloydMax4:
-      return unpack_key_tile<KeyCode::kLloydMax4>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax4>(format, slots, span, ahead, key_tile, key_scale);
     case KeyCode::kLloydMax3:
-      return unpack_key_tile<KeyCode::kLloydMax3>(format, slots, span, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax3>(format, slots, span, ahead, key_tile, key_scale);
   }
 }
 
@@ -374,7 +405,7 @@ class ValueDecoder {
 
 template <int kBits>
 bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                       uint32_t* words, float* value_tile) {
+                       const SlotsAhead& ahead, uint32_t* words, float* value_tile) {
   const F32 df;
   const U32 du;
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
@@ -399,6 +430,7 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
       for (size_t w = 0; w < num_words; ++w) row[w] = load_word(codes + w * kBits);
     }
     for (int i = 0; i < batch; ++i) {
+      ahead.fetch(format, first + i, 1, 2);
       const ValueDecoder<kBits> values(scales[first + i], zeros[first + i]);
       float* row = value_tile + static_cast<size_t>(first + i) * pitch;
       const uint32_t* row_words = words + static_cast<size_t>(i) * word_pitch;
@@ -425,12 +457,12 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
 }
 
 // Values of slots[t] into row t, for t in the span. False if any scale or zero is not finite.
-// `words` is scratch of tile_words(head_dim) elements.
+// `words` is scratch of tile_words(head_dim) elements. Fetches every other line of the slots ahead.
 inline bool unpack_values(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                          uint32_t* words, float* value_tile) {
+                          const SlotsAhead& ahead, uint32_t* words, float* value_tile) {
   return format.value == ValueCode::kUniform4
-             ? unpack_value_tile<4>(format, slots, span, words, value_tile)
-             : unpack_value_tile<3>(format, slots, span, words, value_tile);
+             ? unpack_value_tile<4>(format, slots, span, ahead, words, value_tile)
+             : unpack_value_tile<3>(format, slots, span, ahead, words, value_tile);
 }
 
 // n contiguous elements of dtype to fp32.
@@ -472,14 +504,23 @@ inline void store_row(const float* src, DType dtype, int n, void* dst, int64_t f
   const size_t lanes = lane_count();
   const auto count = static_cast<size_t>(n);
   size_t i = 0;
-  for (; dtype != DType::kBFloat16 && i + lanes <= count; i += lanes) {
+  for (; i + lanes <= count; i += lanes) {
     const VF raw = hn::LoadU(df, src + i);
     const VF v = hn::IfThenElse(hn::Eq(raw, raw), raw, quiet);
     if (dtype == DType::kFloat32) {
       hn::StoreU(v, df, static_cast<float*>(dst) + first + i);
-    } else {
+    } else if (dtype == DType::kFloat16) {
       const auto halves = hn::BitCast(du16, hn::DemoteTo(df16, v));
       hn::StoreU(halves, du16, static_cast<uint16_t*>(dst) + first + i);
+    } else {
+      // To nearest even: half an ulp less one, and one more where the kept part is odd. The quiet
+      // NaN has no bits to carry from.
+      const U32 du;
+      const VU bits = hn::BitCast(du, v);
+      const VU odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+      const VU rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd));
+      const auto words = hn::DemoteTo(du16, hn::BitCast(hn::RebindToSigned<F32>(), rounded));
+      hn::StoreU(words, du16, static_cast<uint16_t*>(dst) + first + i);
     }
   }
   for (; i < count; ++i) {

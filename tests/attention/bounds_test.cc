@@ -124,7 +124,7 @@ TEST(Workspace, PlannedForTheMostRowsServesFewer) {
     spec.seqs = {{2000, q}};
     AttendProblem problem(spec);
     ASSERT_TRUE(is_ok(attend(problem.call, Workspace{workspace.data(), bytes})));
-    EXPECT_TRUE(testing::matches_reference(problem, {0, q - 1}));
+    EXPECT_TRUE(testing::rows_match_reference(problem, {0, q - 1}));
     EXPECT_TRUE(workspace.margins_intact());
   }
 }
@@ -157,8 +157,8 @@ TEST(Workspace, TheLargestOfSeveralPoolsServesThemAllInTurn) {
     EXPECT_TRUE(testing::same_bits(b.all_bits(), want_b));
   }
   EXPECT_TRUE(workspace.margins_intact());
-  EXPECT_TRUE(testing::matches_reference(a, {0, 8}));
-  EXPECT_TRUE(testing::matches_reference(b, {0, 8}));
+  EXPECT_TRUE(testing::rows_match_reference(a, {0, 8}));
+  EXPECT_TRUE(testing::rows_match_reference(b, {0, 8}));
 }
 
 TEST(Workspace, HoldsAtEveryThreadCount) {

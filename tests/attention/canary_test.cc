@@ -306,7 +306,7 @@ void expect_needle(const AttendSpec& spec, int64_t position) {
       ASSERT_NEAR(problem.lse(r, head), 64.0, 64 * 4e-3);
     }
   }
-  EXPECT_TRUE(testing::matches_reference(problem, {0, problem.call.total_q - 1}));
+  EXPECT_TRUE(testing::rows_match_reference(problem, {0, problem.call.total_q - 1}));
 }
 
 TEST(Hot, NeedleAtEveryDepth) {

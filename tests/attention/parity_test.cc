@@ -47,7 +47,7 @@ TEST(Parity, LargePrefillRowsSampled) {
       spec.seed = raw ? 5 : 6;
       AttendProblem problem(spec);
       ASSERT_TRUE(testing::is_ok(problem.run()));
-      EXPECT_TRUE(testing::matches_reference(
+      EXPECT_TRUE(testing::rows_match_reference(
           problem, {0, 1, 15, 16, 31, 32, 63, 64, 127, 128, 129, 200, 255, 256, 259, 260}))
           << testing::describe(spec);
     }

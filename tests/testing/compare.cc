@@ -85,12 +85,12 @@ bool agree(double got, double want, double tolerance) {
 ::testing::AssertionResult matches_reference(const AttendProblem& problem, const Tolerance& bound) {
   std::vector<int64_t> rows(static_cast<size_t>(problem.call.total_q));
   std::iota(rows.begin(), rows.end(), 0);
-  return matches_reference(problem, rows, bound);
+  return rows_match_reference(problem, rows, bound);
 }
 
-::testing::AssertionResult matches_reference(const AttendProblem& problem,
-                                             const std::vector<int64_t>& rows,
-                                             const Tolerance& bound) {
+::testing::AssertionResult rows_match_reference(const AttendProblem& problem,
+                                                const std::vector<int64_t>& rows,
+                                                const Tolerance& bound) {
   if (!problem.outputs_contained()) {
     return ::testing::AssertionFailure() << "bytes outside the outputs were written";
   }

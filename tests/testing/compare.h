@@ -33,9 +33,9 @@ struct Tolerance {
 // is NaN or infinite, so must the result be; where it is finite, so must the result.
 ::testing::AssertionResult matches_reference(const AttendProblem& problem,
                                              const Tolerance& bound = {});
-::testing::AssertionResult matches_reference(const AttendProblem& problem,
-                                             const std::vector<int64_t>& rows,
-                                             const Tolerance& bound = {});
+::testing::AssertionResult rows_match_reference(const AttendProblem& problem,
+                                                const std::vector<int64_t>& rows,
+                                                const Tolerance& bound = {});
 
 // run() and matches_reference() in one.
 ::testing::AssertionResult runs_and_matches(AttendProblem* problem, const RunOptions& options = {});

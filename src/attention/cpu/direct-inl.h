@@ -16,8 +16,13 @@ HWY_BEFORE_NAMESPACE();
 namespace kvtile {
 namespace HWY_NAMESPACE {
 
-// Beyond this many rows the decoded tile is reused often enough to pay for itself.
+// Beyond this many rows the decoded tile is reused often enough to pay for itself, or accumulators
+// would leave the register file.
+#if HWY_TARGET == HWY_AVX3
+constexpr int kDirectRows = kRowTile;
+#else
 constexpr int kDirectRows = 4;
+#endif
 
 // scores[r][t] = query row r . levels of slot t, and key_scale[t], for t in the span.
 template <KeyCode kKey, int kRows>
@@ -51,26 +56,7 @@ void score_slots(const SlotFormat& format, const std::byte* const* slots, TokenS
       });
 }
 
-constexpr int kLineBytes = 64;
-
-// Lines first, first + step.. of a slot. Slots of one head are far apart in token-major pages,
-// where no hardware prefetcher follows them.
-inline void prefetch_lines(const std::byte* slot, int slot_bytes, int first, int step) {
-  // A slot that starts within a line ends in one more than its size suggests.
-  for (int offset = first; offset < slot_bytes + kLineBytes; offset += step) {
-    __builtin_prefetch(slot + std::min(offset, slot_bytes - 1), 0, 2);
-  }
-}
-
-// The slots of the block that is read next, slots[t] for t in the span.
-struct SlotsAhead {
-  const std::byte* const* slots = nullptr;
-  TokenSpan span{0, 0};
-};
-
-// What add_values does, on values decoded here. Needs whole_value_vectors. On the way it fetches
-// the slots ahead, a few lines with each token: all at once they would fill the queue of
-// outstanding lines and stall.
+// What add_values does, on values decoded here. Needs whole_value_vectors. Fetches the slots ahead.
 template <int kBits, int kRows>
 void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
                const SlotsAhead& ahead, const float* scales, const float* zeros,
@@ -80,7 +66,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
   constexpr int kRuns = HWY_TARGET == HWY_AVX2 ? (kRows <= 1   ? 8
                                                   : kRows <= 2 ? 4
                                                                : 2)
-                                               : (kRows <= 2 ? 8 : 4);
+                                               : (kRows <= 2   ? 8
+                                                  : kRows <= 4 ? 4
+                                                               : 2);
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
   const int num_passes = static_cast<int>(num_words / lane_count()) * (8 / kRuns);
   int pass = 0;
@@ -90,11 +78,9 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
       KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) acc[r][j] = hn::Zero(df);
       }
-      const int first_line = pass++ * kLineBytes;
+      const int first_line = pass++;
       for (int t = span.begin; t < span.end; ++t) {
-        if (ahead.span.contains(static_cast<size_t>(t))) {
-          prefetch_lines(ahead.slots[t], format.slot_bytes(), first_line, num_passes * kLineBytes);
-        }
+        ahead.fetch(format, t, first_line, num_passes);
         VU word = hn::ShiftRightSame(load_value_words<kBits>(slots[t] + format.value_offset(), w),
                                      run * kBits);
         const ValueDecoder<kBits> values(scales[t], zeros[t]);
@@ -110,7 +96,10 @@ void add_slots(const SlotFormat& format, const std::byte* const* slots, TokenSpa
         KVTILE_UNROLL for (int j = 0; j < kRuns; ++j) {
           float* o =
               out + static_cast<size_t>(r) * pitch + static_cast<size_t>(run + j) * num_words + w;
-          hn::StoreU(hn::MulAdd(hn::LoadU(df, o), hn::Set(df, decay[r]), acc[r][j]), df, o);
+          if (decay[r] != 0.0f) {
+            acc[r][j] = hn::MulAdd(hn::LoadU(df, o), hn::Set(df, decay[r]), acc[r][j]);
+          }
+          hn::StoreU(acc[r][j], df, o);
         }
       }
     }
@@ -123,37 +112,37 @@ using AddSlotsFn = void (*)(const SlotFormat&, const std::byte* const*, TokenSpa
                             const SlotsAhead&, const float*, const float*, const float*,
                             const float*, size_t, float*);
 
-template <KeyCode kKey>
-ScoreSlotsFn score_slots_for(int rows) {
-  static_assert(kDirectRows == 4);
-  constexpr ScoreSlotsFn kFns[] = {score_slots<kKey, 1>, score_slots<kKey, 2>, score_slots<kKey, 3>,
-                                   score_slots<kKey, 4>};
+template <KeyCode kKey, int... kRows>
+ScoreSlotsFn score_slots_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr ScoreSlotsFn kFns[] = {score_slots<kKey, kRows + 1>...};
   return kFns[rows - 1];
 }
 
 inline ScoreSlotsFn score_slots_fn(const SlotFormat& format, int rows) {
+  constexpr std::make_integer_sequence<int, kDirectRows> counts;
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return score_slots_for<KeyCode::kFp8E4M3>(rows);
+      return score_slots_for<KeyCode::kFp8E4M3>(rows, counts);
     case KeyCode::kFp8E4B15:
-      return score_slots_for<KeyCode::kFp8E4B15>(rows);
+      return score_slots_for<KeyCode::kFp8E4B15>(rows, counts);
     case KeyCode::kLloydMax4:
-      return score_slots_for<KeyCode::kLloydMax4>(rows);
+      return score_slots_for<KeyCode::kLloydMax4>(rows, counts);
     case KeyCode::kLloydMax3:
       break;
   }
-  return score_slots_for<KeyCode::kLloydMax3>(rows);
+  return score_slots_for<KeyCode::kLloydMax3>(rows, counts);
 }
 
-template <int kBits>
-AddSlotsFn add_slots_for(int rows) {
-  constexpr AddSlotsFn kFns[] = {add_slots<kBits, 1>, add_slots<kBits, 2>, add_slots<kBits, 3>,
-                                 add_slots<kBits, 4>};
+template <int kBits, int... kRows>
+AddSlotsFn add_slots_for(int rows, std::integer_sequence<int, kRows...>) {
+  constexpr AddSlotsFn kFns[] = {add_slots<kBits, kRows + 1>...};
   return kFns[rows - 1];
 }
 
 inline AddSlotsFn add_slots_fn(const SlotFormat& format, int rows) {
-  return format.value == ValueCode::kUniform4 ? add_slots_for<4>(rows) : add_slots_for<3>(rows);
+  constexpr std::make_integer_sequence<int, kDirectRows> counts;
+  return format.value == ValueCode::kUniform4 ? add_slots_for<4>(rows, counts)
+                                              : add_slots_for<3>(rows, counts);
 }
 
 }  // namespace HWY_NAMESPACE

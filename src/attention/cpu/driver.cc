@@ -41,10 +41,19 @@ int64_t stored_state_bytes(const AttentionCall& call) {
 
 Status supports(const AttentionCall&, const RunOptions&) { return {}; }
 
+// A call that splits lanes has few rows: its stored states lie where other calls have rows.
+int split_task_rows(const AttentionCall& call) {
+  return std::min(task_rows(call), round_up(kMaxSplitRows, kRowTile));
+}
+
 Status workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
   const int64_t threads = resolve_num_threads(options.num_threads);
-  *bytes = static_cast<size_t>(threads * carve_thread_scratch(call, nullptr, nullptr) +
-                               stored_state_bytes(call));
+  const auto scratch_bytes = [&](int rows) {
+    return threads * carve_thread_scratch(call, rows, nullptr, nullptr);
+  };
+  *bytes = static_cast<size_t>(
+      std::max(scratch_bytes(task_rows(call)),
+               scratch_bytes(split_task_rows(call)) + stored_state_bytes(call)));
   return {};
 }
 
@@ -208,14 +217,11 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
   const AttendKernels kernels = attend_kernels(target);
   const int head_dim = call.cache.format.head_dim;
   auto* base = static_cast<std::byte*>(ws.data);
-  const int64_t scratch_bytes = carve_thread_scratch(call, nullptr, nullptr);
-  auto* stored = reinterpret_cast<float*>(base + scratch_bytes * num_threads);
 
   // Smaller tasks when there would be too few to go round; bits do not depend on it. Lanes can be
   // dealt out too while their states fit the store.
-  const int scratch_rows = task_rows(call);
-  int max_rows = scratch_rows;
-  int max_heads = std::min(call.cache.num_kv_heads, scratch_rows / kRowTile);
+  int max_rows = task_rows(call);
+  int max_heads = std::min(call.cache.num_kv_heads, max_rows / kRowTile);
   Schedule schedule(call, max_rows, max_heads);
   const auto can_split = [&] {
     return num_threads > 1 && schedule.num_tasks() * schedule.largest_task() <= kMaxSplitRows;
@@ -230,6 +236,9 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
   }
   const int64_t num_tasks = schedule.num_tasks();
   const bool split = can_split() && num_tasks < 4 * int64_t{num_threads};
+  const int scratch_rows = split ? split_task_rows(call) : task_rows(call);
+  const int64_t scratch_bytes = carve_thread_scratch(call, scratch_rows, nullptr, nullptr);
+  auto* stored = reinterpret_cast<float*>(base + scratch_bytes * num_threads);
   const auto stored_rows = static_cast<int>(schedule.largest_task());
   const auto stored_states = [&](int64_t task, int lane) {
     return make_row_states(stored + (task * kNumLanes + lane) * state_floats(stored_rows, head_dim),
@@ -239,7 +248,7 @@ Status run(const AttentionCall& call, Workspace ws, const RunOptions& options, R
 #pragma omp parallel num_threads(num_threads)
   {
     ThreadScratch scratch;
-    carve_thread_scratch(call, base + scratch_bytes * omp_get_thread_num(), &scratch);
+    carve_thread_scratch(call, scratch_rows, base + scratch_bytes * omp_get_thread_num(), &scratch);
     if (split) {
       Schedule::Cursor cursor;
 #pragma omp for schedule(monotonic : dynamic, 1)
@@ -284,9 +293,9 @@ RowStates make_row_states(float* memory, int rows, int head_dim) {
   return states;
 }
 
-int64_t carve_thread_scratch(const AttentionCall& call, std::byte* memory, ThreadScratch* scratch) {
+int64_t carve_thread_scratch(const AttentionCall& call, int rows, std::byte* memory,
+                             ThreadScratch* scratch) {
   const int head_dim = call.cache.format.head_dim;
-  const int rows = task_rows(call);
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     std::byte* p = memory == nullptr ? nullptr : memory + used;

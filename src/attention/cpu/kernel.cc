@@ -39,29 +39,51 @@ constexpr int kRegisterRows = 12;
 #endif
 static_assert(kRowTile % kRegisterRows == 0);
 
+// Per-row numbers of a tile as whole vectors.
+constexpr int kPaddedRows = round_up(kRowTile, kMaxLanes);
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// 2^x for x <= 0, never below 2^-125: a visible key keeps a positive weight, so that an infinite
-// value it carries still reaches the row. Relative error below 2e-8.
-HWY_INLINE VF exp2_weight(VF x) {
-  const F32 df;
-  const hn::RebindToSigned<F32> di;
-  x = hn::Max(x, hn::Set(df, -125.0f));
-  const VF whole = hn::Round(x);
-  const VF f = hn::Sub(x, whole);
-  VF p = hn::Set(df, 0x1.444004p-13f);
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.c6af6cp-5f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
-  p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
-  p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
-  const auto exponent = hn::ShiftLeft<23>(hn::ConvertTo(di, whole));
-  return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
-}
+// 2^(difference * factor) for difference <= 0, never below 2^-125: a visible key keeps a positive
+// weight, so that an infinite value it carries still reaches the row. NaN stays NaN. The product is
+// not rounded before its fraction is taken. Relative error below 2e-8 besides the result's
+// rounding.
+class Exp2Weight {
+ public:
+  explicit Exp2Weight(VF factor)
+      : factor_(factor), least_(hn::Div(hn::Set(F32(), -125.0f), factor)) {}
 
-inline float exp2_weight(float x) { return hn::GetLane(exp2_weight(hn::Set(F32(), x))); }
+  HWY_INLINE VF operator()(VF difference) const {
+    const F32 df;
+    const hn::RebindToSigned<F32> di;
+#if HWY_TARGET == HWY_SCALAR
+    difference = hn::IfThenElse(hn::Lt(difference, least_), least_, difference);  // Max drops a NaN
+#else
+    difference = hn::Max(least_, difference);  // x86 returns the second operand if either is NaN
+#endif
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits of the sum.
+    const VF shifter = hn::Set(df, 0x1.8p23f);
+    const VF shifted = hn::MulAdd(difference, factor_, shifter);
+    const VF f = hn::MulSub(difference, factor_, hn::Sub(shifted, shifter));
+    VF p = hn::Set(df, 0x1.444004p-13f);
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.5f0896p-10f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.3b2a1cp-7f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.c6af6cp-5f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.ebfbe0p-3f));
+    p = hn::MulAdd(p, f, hn::Set(df, 0x1.62e430p-1f));
+    p = hn::MulAdd(p, f, hn::Set(df, 1.0f));
+    const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
+    return hn::BitCast(df, hn::Add(hn::BitCast(di, p), exponent));
+  }
+
+ private:
+  VF factor_, least_;
+};
+
+inline float exp2_weight(float difference, float factor) {
+  return hn::GetLane(Exp2Weight(hn::Set(F32(), factor))(hn::Set(F32(), difference)));
+}
 
 // tanh, odd, to a few ulp: (1 - e) / (1 + e) with e = exp(-2|x|), and the cubic near zero, where
 // the quotient would cancel.
@@ -69,7 +91,7 @@ HWY_INLINE VF tanh_score(VF x) {
   const F32 df;
   const VF magnitude = hn::Abs(x);
   const VF one = hn::Set(df, 1.0f);
-  const VF e = exp2_weight(hn::Mul(magnitude, hn::Set(df, -2.88539008f)));
+  const VF e = Exp2Weight(hn::Set(df, 2.88539008f))(hn::Neg(magnitude));
   const VF large = hn::Div(hn::Sub(one, e), hn::Add(one, e));
   const VF square = hn::Mul(magnitude, magnitude);
   VF series = hn::Set(df, 62.0f / 2835.0f);
@@ -81,10 +103,10 @@ HWY_INLINE VF tanh_score(VF x) {
   return hn::CopySignToAbs(result, x);
 }
 
-// scores[r][t] = query row r . key t for kRows rows and one panel of keys.
+// scores[r][t] = key_scale[t] * (query row r . key t) for kRows rows and one panel of keys.
 template <int kRows>
 void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT panel, int head_dim,
-                 float* HWY_RESTRICT scores) {
+                 const float* HWY_RESTRICT key_scale, float* HWY_RESTRICT scores) {
   const F32 df;
   const size_t lanes = lane_count();
   for (int begin = 0; begin < head_dim; begin += kScoreChain) {
@@ -100,12 +122,17 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
         acc1[r] = hn::MulAdd(q, key1, acc1[r]);
       }
     }
+    const bool last = end == head_dim;
+    const VF scale0 = last ? hn::LoadU(df, key_scale) : hn::Set(df, 1.0f);
+    const VF scale1 = last ? hn::LoadU(df, key_scale + lanes) : hn::Set(df, 1.0f);
     KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       float* s = scores + r * kTileTokens;
       if (begin > 0) {
         acc0[r] = hn::Add(hn::LoadU(df, s), acc0[r]);
         acc1[r] = hn::Add(hn::LoadU(df, s + lanes), acc1[r]);
       }
+      acc0[r] = hn::Mul(acc0[r], scale0);
+      acc1[r] = hn::Mul(acc1[r], scale1);
       hn::StoreU(acc0[r], df, s);
       hn::StoreU(acc1[r], df, s + lanes);
     }
@@ -113,7 +140,7 @@ void score_panel(const float* HWY_RESTRICT query, const float* HWY_RESTRICT pane
 }
 
 // out[r] = out[r] * decay[r] + sum of weights[r][t] * values[t] over the span, from fresh
-// accumulators.
+// accumulators. Where decay is 0 nothing came before, and out is not read.
 template <int kRows>
 void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT values, size_t pitch,
                 TokenSpan span, int head_dim, const float* HWY_RESTRICT decay,
@@ -135,14 +162,18 @@ void add_values(const float* HWY_RESTRICT weights, const float* HWY_RESTRICT val
     }
     KVTILE_UNROLL for (int r = 0; r < kRows; ++r) {
       float* o = out + static_cast<size_t>(r) * pitch + c;
-      const VF factor = hn::Set(df, decay[r]);
-      hn::StoreU(hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]), df, o);
-      hn::StoreU(hn::MulAdd(hn::LoadU(df, o + lanes), factor, acc1[r]), df, o + lanes);
+      if (decay[r] != 0.0f) {
+        const VF factor = hn::Set(df, decay[r]);
+        acc0[r] = hn::MulAdd(hn::LoadU(df, o), factor, acc0[r]);
+        acc1[r] = hn::MulAdd(hn::LoadU(df, o + lanes), factor, acc1[r]);
+      }
+      hn::StoreU(acc0[r], df, o);
+      hn::StoreU(acc1[r], df, o + lanes);
     }
   }
 }
 
-using ScoreFn = void (*)(const float*, const float*, int, float*);
+using ScoreFn = void (*)(const float*, const float*, int, const float*, float*);
 using ValueFn = void (*)(const float*, const float*, size_t, TokenSpan, int, const float*, float*);
 
 template <int... kRows>
@@ -156,72 +187,140 @@ constexpr auto value_table(std::integer_sequence<int, kRows...>) {
 constexpr auto kScoreFns = score_table(std::make_integer_sequence<int, kRegisterRows>());
 constexpr auto kValueFns = value_table(std::make_integer_sequence<int, kRegisterRows>());
 
-// What one row does to the running softmax state in one block.
-struct RowUpdate {
-  float max, decay, sum;
+// One vector of each row of a tile, and what becomes of it by reduce_rows.
+struct RowVectors {
+  alignas(64) float lanes[kRowTile][kMaxLanes];
 };
 
-// Turns raw scores into weights 2^((score - max) * factor) on `visible` columns and 0 elsewhere in
-// `columns` (a whole number of vectors), against the running maximum.
-RowUpdate softmax_row(const AttentionCall& call, TokenSpan columns, TokenSpan visible,
-                      const float* key_scale, float factor, float cap, float old_max,
-                      float* scores) {
+// out[r] = op over the lanes of row r, four rows at a time: one by one, each row would wait for its
+// own chain of shuffles. Writes up to the next multiple of four.
+template <class Op>
+HWY_INLINE void reduce_rows(const RowVectors& vectors, int count, Op op, float* HWY_RESTRICT out) {
+  const F32 df;
+  for (int first = 0; first < count; first += 4) {
+    const auto row = [&](int i) {
+      return hn::Load(df, vectors.lanes[std::min(first + i, count - 1)]);
+    };
+#if HWY_TARGET == HWY_SCALAR
+    (void)op;
+    for (int i = 0; i < 4; ++i) out[first + i] = hn::GetLane(row(i));
+#else
+    const hn::Repartition<uint64_t, F32> du64;
+    const hn::Full128<float> block;
+    const auto pair = [&](VF a, VF b) {
+      return hn::BitCast(du64, op(hn::InterleaveLower(df, a, b), hn::InterleaveUpper(df, a, b)));
+    };
+    const auto rows01 = pair(row(0), row(1));
+    const auto rows23 = pair(row(2), row(3));
+    const VF four = op(hn::BitCast(df, hn::InterleaveLower(du64, rows01, rows23)),
+                       hn::BitCast(df, hn::InterleaveUpper(du64, rows01, rows23)));
+    alignas(64) float blocks[kMaxLanes];
+    hn::Store(four, df, blocks);
+    auto total = hn::Load(block, blocks);
+    for (size_t i = 4; i < lane_count(); i += 4) total = op(total, hn::Load(block, blocks + i));
+    hn::Store(total, block, out + first);
+#endif
+  }
+}
+
+// The rows of one tile in one block of keys, and their running state.
+struct SoftmaxRows {
+  int count;
+  const TokenSpan* visible;  // columns each row sees
+  const float* factor;       // log2 units of one score unit
+  const float* cap;
+  float* max;
+  float* sum;
+};
+
+// Turns raw scores into weights 2^((score - max) * factor) on each row's visible columns and 0
+// elsewhere in `columns` (a whole number of vectors), against the running maximum, and updates max
+// and sum. decay[r] is what earlier weights of the row must be multiplied by, 0 if there are none.
+// All rows go through each step together, so that one row's reductions hide behind another's work.
+void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRows& rows,
+                  float* HWY_RESTRICT scores, float* HWY_RESTRICT decay) {
   const F32 df;
   const hn::RebindToSigned<F32> di;
   const size_t lanes = lane_count();
   const auto begin = static_cast<size_t>(columns.begin);
   const auto end = static_cast<size_t>(columns.end);
-  if (visible.begin >= visible.end) {
-    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
-    return {old_max, 1.0f, 0.0f};
-  }
-  const auto visible_mask = [&](size_t t) {
+  const auto visible_mask = [&](TokenSpan visible, size_t t) {
     const auto position = hn::Iota(di, static_cast<int>(t));
     return hn::RebindMask(df, hn::And(hn::Gt(position, hn::Set(di, visible.begin - 1)),
                                       hn::Lt(position, hn::Set(di, visible.end))));
   };
-  const auto is_whole = [&](size_t t) {
+  const auto is_whole = [&](TokenSpan visible, size_t t) {
     return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
   };
   const VF infinity = hn::Set(df, kInfinity);
-  const VF nan = hn::Set(df, kNaN);
   const VF hidden = hn::Neg(infinity);
-  VF max = hidden;
-  auto is_finite = hn::Eq(infinity, infinity);
-  for (size_t t = begin; t < end; t += lanes) {
-    const VF scale = hn::LoadU(df, key_scale + t);
-    VF s = hn::Mul(hn::LoadU(df, scores + t), scale);
-    if (call.softcap > 0.0f) {
-      const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, cap))),
-                                hn::Set(df, call.softcap * 1.44269504f));
-      // NaN and infinity are not capped: they poison the row below.
-      s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows], factor[kPaddedRows] = {};
+  RowVectors vectors;
+  for (int r = 0; r < rows.count; ++r) {
+    const TokenSpan visible = rows.visible[r];
+    float* row = scores + r * kTileTokens;
+    VF max = hidden;
+    for (size_t t = begin; t < end; t += lanes) {
+      VF s = hn::LoadU(df, row + t);
+      if (call.softcap > 0.0f) {
+        const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
+                                  hn::Set(df, call.softcap * 1.44269504f));
+        // NaN and infinity are not capped: they poison the row below.
+        s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+        hn::StoreU(s, df, row + t);
+      }
+      // Selection, not arithmetic: a hidden column may hold anything.
+      if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
+      max = hn::Max(max, s);
     }
-    // An infinite norm is lost even where the product is -inf, which would pass for a low score.
-    s = hn::IfThenElse(hn::Lt(hn::Abs(scale), infinity), s, nan);
-    // Selection, not arithmetic: a hidden column may hold anything.
-    if (!is_whole(t)) s = hn::IfThenElse(visible_mask(t), s, hidden);
-    is_finite = hn::And(is_finite, hn::Lt(s, infinity));
-    max = hn::Max(max, s);
-    hn::StoreU(s, df, scores + t);
+    hn::Store(max, df, vectors.lanes[r]);
+    old_max[r] = rows.max[r];
+    factor[r] = rows.factor[r];
   }
-  if (!hn::AllTrue(df, is_finite)) return {kNaN, 1.0f, kNaN};
-  const float new_max = std::max(old_max, hn::GetLane(hn::MaxOfLanes(df, max)));
-  if (new_max == -kInfinity) {
-    for (size_t t = begin; t < end; t += lanes) hn::StoreU(hn::Zero(df), df, scores + t);
-    return {new_max, 1.0f, 0.0f};
+  reduce_rows(
+      vectors, rows.count, [](auto a, auto b) { return hn::Max(a, b); }, new_max);
+  for (int r = 0; r < rows.count; r += static_cast<int>(lanes)) {
+    const VF before = hn::Load(df, old_max + r);
+    VF after = hn::Load(df, new_max + r);
+    after = hn::IfThenElse(hn::Lt(before, after), after, before);  // a NaN from before stays
+    hn::Store(after, df, new_max + r);
+    const VF kept = Exp2Weight(hn::Load(df, factor + r))(hn::Sub(before, after));
+    hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), kept), df, decay + r);
   }
-  const VF maxes = hn::Set(df, new_max);
-  const VF factors = hn::Set(df, factor);
-  VF sum = hn::Zero(df);
-  for (size_t t = begin; t < end; t += lanes) {
-    // Subtracting before scaling keeps huge scores from overflowing and is exact near the maximum.
-    VF p = exp2_weight(hn::Mul(hn::Sub(hn::LoadU(df, scores + t), maxes), factors));
-    if (!is_whole(t)) p = hn::IfThenElseZero(visible_mask(t), p);
-    sum = hn::Add(sum, p);
-    hn::StoreU(p, df, scores + t);
+  for (int r = 0; r < rows.count; ++r) {
+    const TokenSpan visible = rows.visible[r];
+    float* row = scores + r * kTileTokens;
+    VF sum = hn::Zero(df);
+    if (new_max[r] == -kInfinity) {
+      // No score, or only ones of -inf; a NaN among those may have escaped the maximum.
+      for (size_t t = begin; t < end; t += lanes) {
+        const VF s = hn::IfThenElseZero(visible_mask(visible, t), hn::LoadU(df, row + t));
+        sum = hn::Add(sum, hn::IfThenElseZero(hn::IsNaN(s), s));
+        hn::StoreU(hn::Zero(df), df, row + t);
+      }
+    } else {
+      const VF maxes = hn::Set(df, new_max[r]);
+      const Exp2Weight weight(hn::Set(df, factor[r]));
+      for (size_t t = begin; t < end; t += lanes) {
+        // Subtracting before scaling keeps huge scores from overflowing and is exact near the
+        // maximum.
+        VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
+        if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
+        sum = hn::Add(sum, p);
+        hn::StoreU(p, df, row + t);
+      }
+    }
+    hn::Store(sum, df, vectors.lanes[r]);
   }
-  return {new_max, exp2_weight((old_max - new_max) * factor), hn::GetLane(hn::SumOfLanes(df, sum))};
+  alignas(64) float block_sum[kPaddedRows];
+  reduce_rows(
+      vectors, rows.count, [](auto a, auto b) { return hn::Add(a, b); }, block_sum);
+  for (int r = 0; r < rows.count; ++r) {
+    rows.sum[r] = rows.sum[r] * decay[r] + block_sum[r];
+    // A score of NaN or +inf makes a weight NaN. Such a row is lost, and stays so: its maximum is
+    // NaN from then on.
+    rows.max[r] = block_sum[r] == block_sum[r] ? new_max[r] : kNaN;
+  }
 }
 
 // One block of keys: positions [start, start + span.end), of which span is loaded.
@@ -231,6 +330,7 @@ struct Block {
   int kv_head;
   bool raw;                             // from chunk_key / chunk_value
   bool direct;                          // not unpacked: rows read the slots
+  bool seen_by_all;                     // every row of the task sees every key of the span
   bool finite_values;                   // no NaN or infinity among the loaded values
   const std::byte* slots[kTileTokens];  // of a packed block, for tokens in the span
 };
@@ -266,13 +366,10 @@ void load_packed(const AttentionCall& call, const SlotsAhead& ahead, Block& bloc
                                              scratch.value_zero);
     return;
   }
-  for (int t = ahead.span.begin; t < ahead.span.end; ++t) {
-    prefetch_lines(ahead.slots[t], format.slot_bytes(), 0, kLineBytes);
-  }
-  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
+  unpack_keys(format, block.slots, block.span, ahead, scratch.key_tile, scratch.key_scale);
   poison_scales(block.span, scratch.key_scale);
   block.finite_values =
-      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
+      unpack_values(format, block.slots, block.span, ahead, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
@@ -317,6 +414,10 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
     score_slots_fn(format, rows)(format, block.slots, span, query, scratch.key_scale,
                                  scratch.scores);
     poison_scales(span, scratch.key_scale);
+    for (int r = 0; r < rows; ++r) {
+      float* row = scratch.scores + r * kTileTokens;
+      for (int t = span.begin; t < span.end; ++t) row[t] *= scratch.key_scale[t];
+    }
     return;
   }
   const auto panel = static_cast<int>(panel_tokens());
@@ -325,7 +426,8 @@ void score_rows(const AttentionCall& call, const Block& block, TokenSpan span, i
         scratch.key_tile + static_cast<size_t>(p * panel) * static_cast<size_t>(format.head_dim);
     for (int r = 0; r < rows; r += kRegisterRows) {
       kScoreFns[std::min(kRegisterRows, rows - r) - 1](
-          query + r, keys, format.head_dim, scratch.scores + r * kTileTokens + p * panel);
+          query + r, keys, format.head_dim, scratch.key_scale + p * panel,
+          scratch.scores + r * kTileTokens + p * panel);
     }
   }
 }
@@ -360,14 +462,20 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
     const int rows = std::min(kRowTile, row_end - first);
     TokenSpan visible[kRowTile];
     TokenSpan all{kTileTokens, 0};
+    bool uniform = true;
     for (int r = 0; r < rows; ++r) {
-      visible[r].begin = static_cast<int>(std::clamp<int64_t>(
-          scratch.row_begin[first + r] - block.start, block.span.begin, block.span.end));
-      visible[r].end = static_cast<int>(std::clamp<int64_t>(
-          scratch.row_end[first + r] - block.start, block.span.begin, block.span.end));
-      if (visible[r].begin >= visible[r].end) continue;
-      all.begin = std::min(all.begin, visible[r].begin);
-      all.end = std::max(all.end, visible[r].end);
+      visible[r] = block.span;
+      if (!block.seen_by_all) {
+        visible[r].begin = static_cast<int>(std::clamp<int64_t>(
+            scratch.row_begin[first + r] - block.start, block.span.begin, block.span.end));
+        visible[r].end = static_cast<int>(std::clamp<int64_t>(
+            scratch.row_end[first + r] - block.start, block.span.begin, block.span.end));
+      }
+      if (visible[r].begin < visible[r].end) {
+        all.begin = std::min(all.begin, visible[r].begin);
+        all.end = std::max(all.end, visible[r].end);
+      }
+      uniform &= visible[r].begin == visible[0].begin && visible[r].end == visible[0].end;
     }
     if (all.begin >= all.end) continue;
 
@@ -375,22 +483,11 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
                queries + static_cast<size_t>(first) * static_cast<size_t>(head_dim), scratch);
 
     const TokenSpan columns{all.begin / lanes * lanes, round_up(all.end, lanes)};
-    float decay[kRowTile];
-    bool uniform = true;
-    for (int r = 0; r < rows; ++r) {
-      const int row = first + r;
-      float* max = scratch.segment.max + row;
-      float* sum = scratch.segment.sum + row;
-      const RowUpdate update =
-          softmax_row(call, columns, visible[r], scratch.key_scale, scratch.row_factor[row],
-                      scratch.row_cap[row], *max, scratch.scores + r * kTileTokens);
-      // A poisoned row stays poisoned: its maximum is NaN from then on.
-      const bool poisoned = *max != *max;
-      *max = poisoned ? kNaN : update.max;
-      *sum = *sum * update.decay + update.sum;
-      decay[r] = update.decay;
-      uniform &= visible[r].begin == all.begin && visible[r].end == all.end;
-    }
+    alignas(64) float decay[kPaddedRows];
+    softmax_rows(call, columns,
+                 {rows, visible, scratch.row_factor + first, scratch.row_cap + first,
+                  scratch.segment.max + first, scratch.segment.sum + first},
+                 scratch.scores, decay);
 
     float* out = scratch.segment.out + static_cast<size_t>(first) * pitch;
     if (block.finite_values || uniform) {
@@ -428,8 +525,8 @@ void merge_rows(const RowStates& from, const RowStates& into, int rows, int head
     }
     // std::max would drop a NaN on one side only; poisoned rows keep theirs.
     const float max = from.max[r] != from.max[r] ? from.max[r] : std::max(into.max[r], from.max[r]);
-    const float keep = exp2_weight((into.max[r] - max) * row_factor[r]);
-    const float add = exp2_weight((from.max[r] - max) * row_factor[r]);
+    const float keep = exp2_weight(into.max[r] - max, row_factor[r]);
+    const float add = exp2_weight(from.max[r] - max, row_factor[r]);
     into.max[r] = max;
     into.sum[r] = std::fma(from.sum[r], add, into.sum[r] * keep);
     const VF keeps = hn::Set(df, keep);
@@ -497,7 +594,6 @@ void load_queries(const AttentionCall& call, const RowTask& task, ThreadScratch&
 
 void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& scratch) {
   const int head_dim = call.cache.format.head_dim;
-  const size_t pitch = static_cast<size_t>(value_pitch(head_dim, static_cast<int>(lane_count())));
   const int num_rows = task.num_rows();
   const int64_t cached_len =
       call.seq_lens[task.seq] - (call.cu_seqlens_q[task.seq + 1] - call.cu_seqlens_q[task.seq]);
@@ -505,7 +601,10 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
   load_queries(call, task, scratch);
   clear_states(scratch.total, num_rows);
   int64_t low = std::numeric_limits<int64_t>::max(), high = 0;
-  for (int r = 0; r < task.rows_per_head(); ++r) {  // the same for every head
+  int64_t seen_from = 0, seen_to = std::numeric_limits<int64_t>::max();  // by every row
+  for (int r = 0; r < task.rows_per_head(); ++r) {                       // the same for every head
+    seen_from = std::max(seen_from, scratch.row_begin[r]);
+    seen_to = std::min(seen_to, scratch.row_end[r]);
     if (scratch.row_begin[r] >= scratch.row_end[r]) continue;
     low = std::min(low, scratch.row_begin[r]);
     high = std::max(high, scratch.row_end[r]);
@@ -525,6 +624,7 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
     if (block.raw) block.start = std::max(block.start, std::max<int64_t>(cached_len, 0));
     if (raw_chunk && !block.raw) end = std::min(end, cached_len);
     block.span = {static_cast<int>(begin - block.start), static_cast<int>(end - block.start)};
+    block.seen_by_all = seen_from <= begin && end <= seen_to;
     if (!block.raw) find_slots(call, task, block);
     return block;
   };
@@ -535,7 +635,6 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
     segment += (lane - segment % kNumLanes + kNumLanes) % kNumLanes;
     for (; segment * kSegmentTokens < high; segment += kNumLanes) {
       clear_states(scratch.segment, num_rows);
-      std::memset(scratch.segment.out, 0, static_cast<size_t>(num_rows) * pitch * sizeof(float));
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
       Block block = block_at(begin, task.kv_head_begin);

@@ -33,8 +33,8 @@ inline constexpr int kRowTile = 12;
 // in the second-level cache. Rounded up: packed row counts are often powers of two, and a short
 // last task would decode every key again for a few rows.
 constexpr int max_task_rows(int head_dim) {
-  const int rows = round_up(32768 / head_dim, kRowTile);
-  return std::clamp(rows, 4 * kRowTile, 22 * kRowTile);
+  const int rows = round_up(65536 / head_dim, kRowTile);
+  return std::clamp(rows, 4 * kRowTile, 43 * kRowTile);
 }
 
 // Un-normalised partial result of a set of rows: out [rows][pitch], planar columns; max and sum
@@ -110,8 +110,10 @@ struct ThreadScratch {
   RowStates segment, lane, total;
 };
 
-// Bytes of one thread's scratch, and its carving. `memory` null only counts.
-int64_t carve_thread_scratch(const AttentionCall& call, std::byte* memory, ThreadScratch* scratch);
+// Bytes of one thread's scratch for tasks of up to `rows` rows, and its carving. `memory` null only
+// counts.
+int64_t carve_thread_scratch(const AttentionCall& call, int rows, std::byte* memory,
+                             ThreadScratch* scratch);
 
 struct AttendKernels {
   // Attends the task's rows over its lanes into scratch.total.
