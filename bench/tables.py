@@ -18,7 +18,9 @@ BLOCK = re.compile(r"(<!-- results: (\w+)/(\w+) -->\n).*?(<!-- end results -->)"
 
 
 def number(value):
-    """Three significant digits, without an exponent."""
+    """Three significant digits; an exponent only for what would be lost without."""
+    if 0 < abs(value) < 0.01:
+        return f"{value:.1e}"
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 10 else 2}f}"
