@@ -112,5 +112,38 @@ TEST(RowsEmulatedTest, Cases) {
   }
 }
 
+// A length far beyond the table must not be walked: its rows are NaN, the other sequence's bits
+// stay.
+TEST(RowsEmulatedTest, LengthsBeyondTheTableEnd) {
+  const DeviceInfo device = small_device();
+  emulator::options() = {};
+  for (int max_q_len : {0, 2}) {  // one head a block, all heads a block
+    for (int64_t window : {0, 30}) {
+      Case c;
+      c.head_dim = 64;
+      c.max_q_len = max_q_len;
+      c.window = window;
+      c.dtype = DType::kFloat32;
+      c.seqs = {{300, 2}, {100, 2}};
+      rows_test::Run run;
+      build(c, &run, 7);
+      ASSERT_TRUE(launch(&run, device));
+      const std::vector<uint8_t> good = run.out.download();
+      for (int32_t length : {0x7fffffff, 0x7fffff00, 1 << 24, -5, -0x7fffffff - 1}) {
+        run.lens.upload({length, 100});
+        run.call.seq_lens = run.lens.data;
+        ASSERT_TRUE(launch(&run, device));
+        const std::vector<uint8_t> out = run.out.download();
+        const size_t half = out.size() / 2;
+        EXPECT_TRUE(std::equal(out.begin() + half, out.end(), good.begin() + half)) << length;
+        const auto* rows = reinterpret_cast<const float*>(out.data());
+        for (size_t i = 0; i < half / sizeof(float); ++i) {
+          ASSERT_TRUE(length > 0 ? std::isnan(rows[i]) : rows[i] == 0.0f) << length << " " << i;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace rows_test
 }  // namespace kvtile

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "src/attention/cuda/rows_start.cuh"
+#include "src/attention/cuda/shared_limit.h"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 #include "src/attention/cuda/sm90/rows_pages.cuh"
@@ -15,8 +16,7 @@ cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& re
   if constexpr (Config::kTiles == 1) {
     if (params.plan.pages) kernel = rows_pages_kernel<Config>;
   }
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, residency.shared_bytes);
+  const cudaError_t error = allow_shared_memory(kernel, residency.shared_limit);
   if (error != cudaSuccess) return error;
   return launch_rows_kernel(kernel, params, blocks, 32 * residency.warps, residency.shared_bytes,
                             stream);

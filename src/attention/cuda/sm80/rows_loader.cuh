@@ -40,6 +40,11 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
   if (p.plan.raw_chunk) end = min(end, tile.cached_len);
   int64_t begin = p.a.window > 0 ? tile.first_position - p.a.window + 1 : 0;
   begin = max(begin, int64_t{0});
+  // Where the table ends every key is lost, and one lost key already makes its readers NaN: a
+  // length far beyond the table costs no walk over what is not there.
+  const int64_t table_end =
+      tile.table_position + int64_t{p.table_pages} * p.a.cache.block_divisor.divisor;
+  end = min(end, max(table_end, begin) + kRowsMaxRows + kRowsGroupTokens);
   range.begin = static_cast<int>(min(begin, int64_t{0x7fffffff}));
   range.end = static_cast<int>(max(end, int64_t{0}));
   range.origin = range.begin & ~(kRowsGroupTokens - 1);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "src/attention/cuda/shared_limit.h"
 #include "src/attention/cuda/sm80/tile.h"
 #include "src/attention/cuda/sm80/tile_fill.cuh"
 #include "src/attention/cuda/sm80/tile_prepare.cuh"
@@ -30,10 +31,8 @@ size_t fill_bytes(const TilePlan& plan) {
 
 // Raises the kernel's shared memory limit; the launches come after it.
 template <int kKeyBits, int kValueBits>
-cudaError_t prepare_fill(const TilePlan& plan) {
-  return cudaFuncSetAttribute(fill_kernel<kKeyBits, kValueBits>(plan.head_dim),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(fill_bytes<kKeyBits, kValueBits>(plan)));
+cudaError_t prepare_fill(int head_dim, int shared_bytes_per_block) {
+  return allow_shared_memory(fill_kernel<kKeyBits, kValueBits>(head_dim), shared_bytes_per_block);
 }
 
 template <int kKeyBits, int kValueBits>
@@ -50,7 +49,7 @@ cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early
 }
 
 struct FillOfFormat {
-  cudaError_t (*prepare)(const TilePlan& plan);
+  cudaError_t (*prepare)(int head_dim, int shared_bytes_per_block);
   cudaError_t (*launch)(const TileParams& params, const TileStep& at, bool early,
                         cudaStream_t stream);
 };
@@ -123,7 +122,8 @@ cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaS
   const TilePlan& plan = params.plan;
   const TileKernels& kernels = tile_kernels(plan.head_dim, shared_bytes_per_block);
   KVTILE_RETURN_IF_CUDA_ERROR(kernels.prepare(shared_bytes_per_block));
-  KVTILE_RETURN_IF_CUDA_ERROR(fill_of(params.format).prepare(plan));
+  KVTILE_RETURN_IF_CUDA_ERROR(
+      fill_of(params.format).prepare(plan.head_dim, shared_bytes_per_block));
   KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_sequences(params, stream));
   const bool overlaps = plan.buffers > 1;
   for (TileStep at, next; at.context_group < plan.num_context_groups; at = next) {
