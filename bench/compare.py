@@ -30,7 +30,8 @@ CLEAN_ENVIRONMENT = "KVTILE_BENCH_CLEAN"
 if __name__ == "__main__" and CLEAN_ENVIRONMENT not in os.environ:
     environment = {k: v for k, v in os.environ.items() if k not in FORCED_BLAS}
     environment.update({CLEAN_ENVIRONMENT: "1", "OPENBLAS_NUM_THREADS": "1"})
-    environment.setdefault("KVTILE_LIBRARY", str(REPOSITORY / "build/bench/libkvtile.so"))
+    built = "build/cuda" if "--gpu" in sys.argv else "build/bench"
+    environment.setdefault("KVTILE_LIBRARY", str(REPOSITORY / built / "libkvtile.so"))
     sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
 
 import numpy as np  # noqa: E402
@@ -430,6 +431,10 @@ def versions(options, table):
     return found
 
 
+def uncommitted_changes():
+    return bool(git("status", "--porcelain", "--", ":!bench/results", ":!docs"))
+
+
 def shown_command(options):
     """The command without paths of this machine."""
     words = ["bench/compare.py", "--preset", options.preset, "--rounds", str(options.rounds)]
@@ -441,7 +446,8 @@ def shown_command(options):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Ratios of kvtile to its peers on this CPU.")
+    parser = argparse.ArgumentParser(description="Ratios of kvtile to its peers on this CPU; with "
+                                     "--gpu, of its CUDA backends on this GPU (compare_gpu.py).")
     parser.add_argument("--ggml", help="ggml's test-backend-ops, see bench/README.md")
     parser.add_argument("--ggml-commit", default="", help="recorded with the results")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="repeatable")
@@ -461,6 +467,9 @@ def parse_arguments():
 
 
 def main():
+    if "--gpu" in sys.argv:
+        import compare_gpu
+        return compare_gpu.main([word for word in sys.argv[1:] if word != "--gpu"])
     options = parse_arguments()
     table = Table()
     print(f"{cpu_name()}, {os.cpu_count()} cores; {shown_command(options)}")
@@ -472,8 +481,7 @@ def main():
     if options.output:
         document = {
             "commit": git("rev-parse", "HEAD"),
-            "uncommitted_changes": bool(git("status", "--porcelain", "--", ":!bench/results",
-                                            ":!docs")),
+            "uncommitted_changes": uncommitted_changes(),
             "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "l3_bytes": level3_bytes()},
             "command": shown_command(options), "versions": found, "rows": table.rows}
         pathlib.Path(options.output).write_text(json.dumps(document, indent=1) + "\n")

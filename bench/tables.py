@@ -37,7 +37,9 @@ def machine_text(results):
     tools = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     changes = " with uncommitted changes" if results["uncommitted_changes"] else ""
     commit = results["commit"][:12]
-    return (f"{machine['cpu']}, {machine['cores']} cores; commit `{commit}`{changes}; {tools}.\n"
+    parts = (f"{machine['cpu']}, {machine['cores']} cores" if "cpu" in machine else
+             f"{machine['gpu']}, {machine['sms']} SMs, {machine['memory_gib']} GiB")
+    return (f"{parts}; commit `{commit}`{changes}; {tools}.\n"
             f"`{results['command']}`\n")
 
 
@@ -80,7 +82,10 @@ def render(text):
 def main():
     parser = argparse.ArgumentParser(description="Tables of the documents from measured results.")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it would")
-    parser.add_argument("documents", nargs="*", default=["docs/performance.md", "docs/quality.md"],
+    parser.add_argument("documents", nargs="*",
+                        default=["docs/performance.md", "docs/quality.md", *sorted(
+                            str(path.relative_to(REPOSITORY))
+                            for path in (REPOSITORY / "docs" / "kernels").glob("*.md"))],
                         help="relative to the repository")
     options = parser.parse_args()
     differing = []

@@ -30,7 +30,7 @@ EngineBound engine_bound(const char* backend, DType dtype) {
   const double rounding = dtype == DType::kFloat32   ? 0.0
                           : dtype == DType::kFloat16 ? 0x1p-10
                                                      : 0x1p-7;
-  if (is_cuda_backend(backend)) return {1.5e-3 + rounding, 2e-3};
+  if (is_cuda_backend(backend)) return {1.5e-3 + rounding, 4e-3};
   return {std::max(1e-5, rounding), dtype == DType::kFloat32 ? 1e-5 : 1e-3};
 }
 

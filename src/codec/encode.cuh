@@ -22,14 +22,14 @@ struct EncodeShape {
   static constexpr int kRows = 8;  // a warp's
   static constexpr int kRowBytes = kHeadDim * (kWide ? 4 : 2);
   static constexpr int kRowPitch = kRowBytes + 16;  // an odd number of 16-byte units
-  static constexpr int kSlotWords = (kFormat.slot_bytes() + 3) / 4;
-  // Words; the last step of sixteen lanes reads past the slot's end.
-  static constexpr int kSlotPitch = ((kSlotWords + 1 + 15) / 16 * 16 + 1) | 1;
+  static constexpr int kSlotBytes = kFormat.slot_bytes();
+  // Slots without gaps, a word before them, and what the last step of 32 lanes reads past the end.
+  static constexpr int kSlotWords = 1 + (kRows * kSlotBytes / 4 + 1 + 31) / 32 * 32 + 1;
   struct WarpShared {
     alignas(16) std::byte key[kRows * kRowPitch];
     alignas(16) std::byte value[kRows * kRowPitch];
     Cell cells[kNumCells];
-    uint32_t slot[kRows * kSlotPitch];
+    uint32_t slots[kSlotWords];
   };
   static constexpr int kWarps = 4 * sizeof(WarpShared) <= 48 * 1024 ? 4 : 2;
   static_assert(kWarps * sizeof(WarpShared) <= 48 * 1024);
@@ -310,26 +310,27 @@ __device__ __forceinline__ void encode_value(float (&x)[kHeadDim / 4], RowRange 
   }
 }
 
-// One row of shared words to a 2-byte aligned slot by half a warp. Words straddling the slot's ends
-// are written as halves: nothing outside it is touched.
-template <int kSlotBytes>
-__device__ __forceinline__ void write_slot(const uint32_t* row, std::byte* slot, int lane) {
-  const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(slot) & 2);
-  auto* aligned = reinterpret_cast<uint32_t*>(slot - phase);
-  const int skew = phase / 2;  // word w of the slot's memory starts half a word before row[w]
+// kBytes bytes from byte `first` of shared words (one word before them can be read) to a 2-byte
+// aligned target, by kLanes lanes. Words straddling the target's ends are written as halves:
+// nothing outside it is touched.
+template <int kBytes, int kLanes>
+__device__ __forceinline__ void write_bytes(const uint32_t* words, int first, std::byte* target,
+                                            int lane) {
+  const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(target) & 2);
+  auto* aligned = reinterpret_cast<uint32_t*>(target - phase);
+  const uint32_t* source = words + ((first - phase) >> 2);
+  const int shift = 8 * ((first - phase) & 2);
 #pragma unroll
-  for (int first = 0; first < (kSlotBytes + 5) / 4; first += 16) {
-    const int w = first + lane;
-    const bool head = first == 0 && w < skew;
-    const uint32_t* source = row + (head ? 0 : w - skew);
-    const uint32_t low = source[0];
-    const uint32_t word = __funnelshift_r(low, source[1], 8 * phase);
-    const int left = kSlotBytes + phase - 4 * w;
-    const bool inside = 4 * (first + 15) + 4 <= kSlotBytes;  // whatever the lane and phase
+  for (int begin = 0; begin < (kBytes + 5) / 4; begin += kLanes) {
+    const int w = begin + lane;
+    const uint32_t word = __funnelshift_r(source[w], source[w + 1], shift);
+    const int left = kBytes + phase - 4 * w;
+    const bool head = begin == 0 && w == 0 && phase != 0;
+    const bool inside = 4 * (begin + kLanes) <= kBytes;  // whatever the lane and phase
     if (!head && (inside || left >= 4)) aligned[w] = word;
-    if (first == 0 || !inside) {
+    if (begin == 0 || !inside) {
       auto* half = reinterpret_cast<uint16_t*>(aligned + w) + (head ? 1 : 0);
-      if (head || left == 2) *half = static_cast<uint16_t>(head ? low : word);
+      if (head || left == 2) *half = static_cast<uint16_t>(head ? word >> 16 : word);
     }
   }
 }
@@ -367,7 +368,7 @@ __global__ void __launch_bounds__(EncodeShape<kKey, kValue, kHeadDim, kWide>::kW
   if (item >= params.num_items) slot = nullptr;
 
   if constexpr (!is_fp8(kKey)) shared.cells[lane] = params.cells.cells[lane];
-  auto* out = reinterpret_cast<std::byte*>(shared.slot + row * Shape::kSlotPitch);
+  auto* out = reinterpret_cast<std::byte*>(shared.slots + 1) + row * Shape::kSlotBytes;
   ptx::cp_async_wait<1>();
   __syncwarp();
   {
@@ -392,14 +393,23 @@ __global__ void __launch_bounds__(EncodeShape<kKey, kValue, kHeadDim, kWide>::kW
     encode_value<kValue, kHeadDim>(x, range, quad_lane, out + Shape::kFormat.value_offset());
   }
   __syncwarp();
-#pragma unroll
+  // The heads of a token lie side by side in token-major pages: one run of bytes.
+  const auto address = reinterpret_cast<unsigned long long>(slot);
+  const unsigned long long before = __shfl_up_sync(kFullMask, address, 4);
+  const bool follows = address != 0 && (row == 0 || address == before + Shape::kSlotBytes);
+  if (__all_sync(kFullMask, follows)) {
+    const unsigned long long first = __shfl_sync(kFullMask, address, 0);
+    write_bytes<Shape::kRows * Shape::kSlotBytes, 32>(shared.slots + 1, 0,
+                                                      reinterpret_cast<std::byte*>(first), lane);
+    return;
+  }
+#pragma unroll 1
   for (int first = 0; first < Shape::kRows; first += 2) {
     const int source = first + lane / 16;
-    const auto target = reinterpret_cast<std::byte*>(
-        __shfl_sync(kFullMask, reinterpret_cast<unsigned long long>(slot), 4 * source));
+    const auto target = reinterpret_cast<std::byte*>(__shfl_sync(kFullMask, address, 4 * source));
     if (target == nullptr) continue;
-    write_slot<Shape::kFormat.slot_bytes()>(shared.slot + source * Shape::kSlotPitch, target,
-                                            lane % 16);
+    write_bytes<Shape::kSlotBytes, 16>(shared.slots + 1, source * Shape::kSlotBytes, target,
+                                       lane % 16);
   }
 }
 

@@ -47,12 +47,20 @@ struct CacheParams {
   // does not name a page of the pool. A visible token without a page makes its readers NaN.
   KVTILE_HD std::byte* slot_in_table(const int32_t* table_row, int64_t max_blocks, int64_t token,
                                      int head) const {
-    if (token < 0 || token >= (int64_t{1} << 31)) return nullptr;
+    const int64_t index = table_index(max_blocks, token);
+    return index < 0 ? nullptr : slot_on_page(table_row[index], index, token, head);
+  }
+
+  // The two halves of slot_in_table(), for who reads the table ahead: the entry of a token
+  // (negative outside the row), and its slot on the page that the entry names.
+  KVTILE_HD int64_t table_index(int64_t max_blocks, int64_t token) const {
+    if (token < 0 || token >= (int64_t{1} << 31)) return -1;
     const uint32_t index = block_divisor.divide(static_cast<uint32_t>(token));
-    if (index >= max_blocks) return nullptr;
-    const int64_t block = table_row[index];
+    return index < max_blocks ? static_cast<int64_t>(index) : -1;
+  }
+  KVTILE_HD std::byte* slot_on_page(int64_t block, int64_t index, int64_t token, int head) const {
     if (block < 0 || block >= num_blocks) return nullptr;
-    return slot(block, token - static_cast<int64_t>(index) * block_size, head);
+    return slot(block, token - index * block_size, head);
   }
 
   // The slot of a slot_mapping entry (block * block_size + offset), or null outside the pool.

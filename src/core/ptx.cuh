@@ -291,6 +291,14 @@ __device__ __forceinline__ void cp_async(uint32_t shared, const void* global,
   }
 }
 
+// All kBytes, always: without the source size there is less to compute.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_whole(uint32_t shared, const void* global) {
+  static_assert(kBytes == 4 || kBytes == 8);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kBytes)
+               : "memory");
+}
+
 // All 16 bytes, always: without the source size the compiler spends one instruction.
 __device__ __forceinline__ void cp_async16(uint32_t shared, uint64_t global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
@@ -432,6 +440,17 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Adds to global memory, each element rounded once; nothing comes back.
+__device__ __forceinline__ void add_global(float* global, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ void add_global4(float4* global, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]),
+               "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
 }
 
 // Programmatic dependent launch: wait for the results of the launches before this one; let the

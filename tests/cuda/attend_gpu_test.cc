@@ -29,6 +29,7 @@ using testing::GpuProblem;
 using testing::is_ok;
 using testing::kGpuTolerance;
 using testing::Random;
+using testing::same_bits;
 using testing::SeqSpec;
 
 constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile"};
@@ -390,12 +391,8 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
     refused([&](Call*, Run* r) { r->device = num_devices(); }, kInvalid, "device");
     refused([&](Call*, Run* r) { r->device = -2; }, kInvalid, "device");
     refused([&](Call* c, Run*) { c->cache.pages += 1; }, StatusCode::kUnsupported, "pages");
-    refused(
-        [&](Call* c, Run*) {
-          c->cache.stride_token += 1;
-          c->cache.pages_bytes = 0;
-        },
-        StatusCode::kUnsupported, "stride_token");
+    refused([&](Call* c, Run*) { c->cache.stride_block += 1; }, StatusCode::kUnsupported,
+            "stride_block");
     if (num_devices() > 1) {
       refused([&](Call*, Run* r) { r->device = 1; }, kInvalid, "memory of device");
     }

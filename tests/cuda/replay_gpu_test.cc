@@ -21,6 +21,7 @@ using testing::DeviceBuffer;
 using testing::GpuProblem;
 using testing::is_ok;
 using testing::kGpuTolerance;
+using testing::same_bits;
 using testing::SeqSpec;
 
 constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile"};

@@ -628,6 +628,44 @@ inline std::vector<Case> cases() {
   c.window = 0;
   c.edit = [](Case& k, std::vector<uint8_t>&, std::vector<int32_t>&) { k.seqs[0].seq_len = 300; };
   add(c, "plain after edit");
+  // Eight rows or fewer of pages that hold all heads together.
+  c = Case{};
+  c.num_heads = 4;
+  c.max_q_len = 4;
+  c.layout = PageLayout::kHeadMajor;
+  c.block_size = 32;
+  c.chunk = true;
+  c.seqs = {{530, 3}, {2, 2}, {129, 1}, {700, 4}};
+  add(c, "few rows, head-major pages of 32, chunk");
+  c.chunk = false;
+  c.window = 200;
+  c.softcap = 20.0f;
+  c.sinks = true;
+  add(c, "few rows, window, cap and sinks");
+  c.layout = PageLayout::kTokenMajor;
+  c.block_size = 16;
+  c.slot_stride = 144;
+  add(c, "few rows, padded slots");
+  c = Case{};
+  c.num_heads = 5;
+  c.num_kv_heads = 5;
+  c.seqs = {{1500, 3}, {90, 8}};
+  c.max_q_len = 8;
+  add(c, "few rows, five heads");
+  c.num_kv_heads = 1;
+  c.max_q_len = 1;
+  c.seqs = {{3000, 1}, {90, 1}};
+  add(c, "few rows, one head");
+  c = Case{};
+  c.max_q_len = 2;
+  c.seqs = {{300, 2}, {100, 2}};
+  c.edit = [](Case&, std::vector<uint8_t>&, std::vector<int32_t>& table) {
+    table[3] = -1;
+    table[19] = 0x70000000;
+  };
+  add(c, "few rows, hostile entries");
+  c.window = 30;
+  add(c, "few rows, hostile entries behind the window");
   return list;
 }
 

@@ -8,6 +8,7 @@
 #include "src/attention/cuda/combine.cuh"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/attention/cuda/sm90/rows_pages.cuh"
 #include "tests/cuda/rows_cases.h"
 
 namespace kvtile {
@@ -19,7 +20,12 @@ namespace cuda {
 template <class Config>
 void emulate(const RowsParams& params, const RowsResidency& residency, int64_t blocks) {
   emulator::launch(static_cast<unsigned>(blocks), static_cast<unsigned>(32 * residency.warps),
-                   [&params] { rows_kernel<Config>(params); });
+                   [&params] {
+                     if constexpr (Config::kTiles == 1) {
+                       if (params.plan.pages) return rows_pages_kernel<Config>(params);
+                     }
+                     rows_kernel<Config>(params);
+                   });
 }
 
 template <KeyCode kKey, ValueCode kValue, int kHeadDim>
@@ -51,7 +57,7 @@ KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax4, ValueCode::kUniform4)
 KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform4)
 KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform3)
 
-cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, int, cudaStream_t) {
+cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStream_t) {
   const auto blocks = static_cast<unsigned>(params.a.total_q * params.a.num_heads);
   const auto threads =
       32u * static_cast<unsigned>(std::min(kCombineMaxWarps, params.plan.num_states()));
@@ -70,7 +76,7 @@ namespace rows_test {
 DeviceInfo small_device() {
   DeviceInfo device;
   device.name = "emulated";
-  device.arch = 80;
+  device.arch = 90;
   device.num_sms = 3;
   device.shared_bytes_per_block = 232448;
   device.shared_bytes_per_sm = 233472;

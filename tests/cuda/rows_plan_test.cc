@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <vector>
 
@@ -11,8 +12,24 @@ namespace kvtile::cuda {
 namespace {
 
 constexpr KeyCode kKeys[] = {KeyCode::kFp8E4M3, KeyCode::kLloydMax4, KeyCode::kLloydMax3};
-// Shared memory of a block and of an SM: sm_80, sm_86, sm_89 and sm_120, sm_90.
-constexpr int kDevices[][2] = {{166912, 167936}, {101376, 102400}, {232448, 233472}};
+struct Device {
+  int arch, shared_per_block;
+};
+constexpr Device kDevices[] = {{80, 166912}, {86, 101376}, {120, 101376}, {90, 232448}};
+
+struct Region {
+  uint32_t begin, end;
+};
+void expect_apart(std::vector<Region> regions, int limit) {
+  std::sort(regions.begin(), regions.end(),
+            [](const Region& a, const Region& b) { return a.begin < b.begin; });
+  for (size_t i = 0; i + 1 < regions.size(); ++i) {
+    // An empty region is nowhere.
+    if (regions[i].begin == regions[i].end) continue;
+    EXPECT_LE(regions[i].end, regions[i + 1].begin);
+  }
+  for (const Region& region : regions) EXPECT_LE(region.end, static_cast<uint32_t>(limit));
+}
 
 TEST(RowsPlanTest, TilesOfSequencesDoNotOverlap) {
   std::mt19937 random(3);
@@ -50,7 +67,8 @@ TEST(RowsPlanTest, WorkspaceServesSmallerCallsAndItsOwnStates) {
   for (int num_seqs : {1, 2, 7, 64, 300}) {
     for (int group : {1, 4, 6, 24, 64}) {
       for (bool raw_chunk : {false, true}) {
-        for (int64_t hint : {0, 1, 8}) {
+        for (int64_t hint : {-1, 0, 1, 8}) {
+          // -1: one row a sequence, by blocks of all heads.
           size_t before = 0;
           for (int64_t total_q = 0; total_q <= 40 * num_seqs; total_q += 1 + num_seqs / 3) {
             RowsShape shape;
@@ -59,7 +77,8 @@ TEST(RowsPlanTest, WorkspaceServesSmallerCallsAndItsOwnStates) {
             shape.num_kv_heads = 4;
             shape.head_dim = 128;
             shape.total_q = total_q;
-            shape.max_q_len = hint;
+            shape.max_q_len = std::abs(hint);
+            shape.pages = hint < 0;
             shape.raw_chunk = raw_chunk;
             const size_t bytes = rows_workspace_bytes(shape, 264);
             EXPECT_GE(bytes, before);
@@ -92,21 +111,81 @@ TEST(RowsPlanTest, OneSequenceFillsTheDevice) {
 
 TEST(RowsPlanTest, EveryDeviceHoldsEveryFormat) {
   for (const auto& device : kDevices) {
+    const bool wide = rows_wide_table(device.arch);
     for (KeyCode key : kKeys) {
       for (int head_dim : {64, 128, 256}) {
         const SlotFormat format{head_dim, key, ValueCode::kUniform4, true};
-        const int most = rows_max_capacity(format, device[0], device[1]);
-        EXPECT_GE(most, 8) << device[0] << " " << head_dim;
+        const int most = rows_max_capacity(format, device.shared_per_block, wide);
+        EXPECT_GE(most, 8) << device.arch << " " << head_dim;
         for (int rows = 8; rows <= most; rows *= 2) {
-          const RowsResidency residency = rows_residency(format, rows, device[0], device[1]);
-          EXPECT_GE(residency.warps, kRowsMinWarps);
-          EXPECT_EQ(residency.warps % rows_team_warps(head_dim, rows), 0);
-          EXPECT_LE(residency.shared_bytes, device[0]);
-          EXPECT_LE(residency.warps / rows_team_warps(head_dim, rows), 15);  // named barriers
+          const RowsSizes sizes = rows_sizes(format, rows, wide);
+          const RowsResidency residency =
+              rows_residency(format, rows, device.shared_per_block, wide);
+          EXPECT_GE(residency.warps, rows_min_warps(wide));
+          EXPECT_EQ(residency.warps % sizes.team_warps, 0);
+          EXPECT_LE(residency.shared_bytes, device.shared_per_block);
+          EXPECT_LE(residency.warps / sizes.team_warps, 15);  // named barriers
+
+          const RowsMemory memory = rows_memory(sizes, kRowsSharedBase, residency.warps);
+          std::vector<Region> regions = {
+              {kRowsSharedBase, memory.teams + residency.warps / sizes.team_warps * sizes.team},
+              {memory.table, memory.table + sizes.table}};
+          EXPECT_EQ(memory.table % sizes.table_alignment, 0);
+          for (int warp = 0; warp < residency.warps; ++warp) {
+            const uint32_t ring = memory.ring(warp, sizes.warp);
+            EXPECT_EQ(ring % 16, 0u);
+            regions.push_back({ring, ring + sizes.warp});
+            if (warp % sizes.team_warps != 0) {
+              EXPECT_EQ(ring, memory.ring(warp - 1, sizes.warp) + sizes.warp);
+            }
+          }
+          expect_apart(regions, kRowsSharedStart + residency.shared_bytes);
         }
       }
     }
   }
+}
+
+TEST(RowsPlanTest, BlocksOfAllHeadsFitTheirMemory) {
+  int served = 0;
+  for (const auto& device : kDevices) {
+    for (KeyCode key : kKeys) {
+      for (int head_dim : {64, 128, 256}) {
+        for (int heads = 1; heads <= 16; ++heads) {
+          const SlotFormat format{head_dim, key, ValueCode::kUniform4, true};
+          const int64_t chunk = int64_t{kRowsGroupTokens} * heads * format.slot_bytes();
+          const bool wide = rows_wide_table(device.arch);
+          const RowsPages pages = rows_pages(format, heads, chunk, device.shared_per_block, wide);
+          if (pages.warps == 0) continue;
+          EXPECT_TRUE(wide && heads <= kRowsPagesMaxHeads);
+          ++served;
+          EXPECT_EQ(pages.warps, pages.lanes * heads);
+          EXPECT_GE(pages.stages, 2);
+          EXPECT_LE(pages.stages, kRowsPagesMaxStages);
+          EXPECT_LE(pages.shared_bytes, device.shared_per_block);
+          const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide);
+          const int state = rows_state_bytes(head_dim, kRowsPagesRows);
+          const RowsPagesMemory memory = rows_pages_memory(
+              sizes, state, kRowsSharedBase, heads, pages.lanes, pages.stages, pages.chunk_bytes);
+          const int count = pages.lanes * pages.stages;
+          std::vector<Region> regions = {
+              {kRowsSharedBase, memory.records + count * kRowsPagesRecord},
+              {memory.table, memory.table + sizes.table}};
+          for (int i = 0; i < count; ++i) {
+            const uint32_t at = memory.chunk(i, pages.chunk_bytes);
+            EXPECT_EQ(at % 16, 0u);
+            regions.push_back({at, at + pages.chunk_bytes});
+          }
+          expect_apart(regions, kRowsSharedStart + pages.shared_bytes);
+          // States are exchanged over chunks, clear of the rest.
+          regions.resize(2);
+          regions.push_back({memory.exchange, memory.exchange + heads * (pages.lanes / 2) * state});
+          expect_apart(regions, kRowsSharedStart + pages.shared_bytes);
+        }
+      }
+    }
+  }
+  EXPECT_GT(served, 40);
 }
 
 }  // namespace

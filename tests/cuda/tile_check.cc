@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -127,7 +128,8 @@ struct Batch {
   DeviceBuffer<float> d_sinks, d_lse;
 };
 
-int g_num_sms = 0, g_shared_bytes = 0;
+int g_num_sms = 0, g_shared_bytes = 0, g_arch = 0;
+cudaStream_t g_stream = nullptr;  // launches overlap on a stream of one's own
 
 void fill_slot(const kvtile::SlotFormat& format, Rng* rng, std::byte* slot) {
   for (int i = 0; i < format.slot_bytes(); i += 8) {
@@ -290,6 +292,7 @@ kvtile::cuda::TileParams prepare(Batch* batch, int64_t tile_tokens) {
   batch->device.tile_tokens = tile_tokens;
   kvtile::cuda::TileDevice device;
   device.num_sms = g_num_sms;
+  device.overlaps = g_arch >= 90;
   const kvtile::cuda::TilePlan plan = kvtile::cuda::make_tile_plan(batch->device, device);
   if (batch->d_workspace.count < static_cast<size_t>(plan.bytes)) {
     batch->d_workspace = DeviceBuffer<std::byte>(static_cast<size_t>(plan.bytes));
@@ -302,7 +305,7 @@ void run(Batch* batch, int64_t tile_tokens) {
   batch->d_out.fill(0xff);
   batch->d_lse.fill(0xff);
   batch->d_workspace.fill(0xff);
-  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, nullptr));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
   CHECK_CUDA(cudaDeviceSynchronize());
   CHECK_CUDA(
       cudaMemcpy(batch->out.data(), batch->d_out.data, batch->out.size(), cudaMemcpyDeviceToHost));
@@ -602,6 +605,7 @@ void bench_case(const std::string& shape, const std::string& preset, int cached,
     c.q_lens = {q_len};
     c.seq_lens = {cached + q_len};
     make_batch(c, batch);
+    batch->device.max_seq_len = cached + q_len;
   }
   Errors e;
   if (samples > 0) {
@@ -615,14 +619,38 @@ void bench_case(const std::string& shape, const std::string& preset, int cached,
   CHECK_CUDA(cudaEventCreate(&begin));
   CHECK_CUDA(cudaEventCreate(&end));
   for (int i = 0; i < repeats + 1; ++i) {
-    CHECK_CUDA(cudaEventRecord(begin));
-    CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, nullptr));
-    CHECK_CUDA(cudaEventRecord(end));
+    CHECK_CUDA(cudaEventRecord(begin, g_stream));
+    CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+    CHECK_CUDA(cudaEventRecord(end, g_stream));
     CHECK_CUDA(cudaEventSynchronize(end));
     float ms;
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
     if (i > 0 || repeats == 0) times.push_back(ms);
   }
+  const auto host_begin = std::chrono::steady_clock::now();
+  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+  const double host_ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - host_begin)
+          .count();
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  CHECK_CUDA(cudaStreamBeginCapture(g_stream, cudaStreamCaptureModeGlobal));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+  CHECK_CUDA(cudaStreamEndCapture(g_stream, &graph));
+  CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  std::vector<float> replays;
+  for (int i = 0; i < repeats + 1; ++i) {
+    CHECK_CUDA(cudaEventRecord(begin, g_stream));
+    CHECK_CUDA(cudaGraphLaunch(replay, g_stream));
+    CHECK_CUDA(cudaEventRecord(end, g_stream));
+    CHECK_CUDA(cudaEventSynchronize(end));
+    float ms;
+    CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    if (i > 0 || repeats == 0) replays.push_back(ms);
+  }
+  std::sort(replays.begin(), replays.end());
+  CHECK_CUDA(cudaGraphExecDestroy(replay));
+  CHECK_CUDA(cudaGraphDestroy(graph));
   CHECK_CUDA(cudaEventDestroy(begin));
   CHECK_CUDA(cudaEventDestroy(end));
   std::sort(times.begin(), times.end());
@@ -636,11 +664,13 @@ void bench_case(const std::string& shape, const std::string& preset, int cached,
   std::snprintf(
       text, sizeof(text),
       "{\"shape\": \"%s\", \"preset\": \"%s\", \"cached\": %d, \"q_len\": %d, \"tile\": %lld, "
-      "\"ms\": %.4f, \"ms_min\": %.4f, \"ms_max\": %.4f, \"ns_per_qtl\": %.5f, "
+      "\"ms\": %.4f, \"ms_min\": %.4f, \"ms_max\": %.4f, "
+      "\"replay_ms\": %.4f, \"host_ms\": %.4f, \"ns_per_qtl\": %.5f, "
       "\"tflops\": %.1f, \"scratch_mib\": %.1f, \"rel_error\": %.2e}",
       shape.c_str(), preset.c_str(), cached, q_len, static_cast<long long>(params.plan.tile_tokens),
-      ms, static_cast<double>(times.front()), static_cast<double>(times.back()), qtl,
-      flop / ms * 1e-9, static_cast<double>(params.plan.bytes) / (1 << 20), e.rms);
+      ms, static_cast<double>(times.front()), static_cast<double>(times.back()),
+      static_cast<double>(replays[replays.size() / 2]), host_ms, qtl, flop / ms * 1e-9,
+      static_cast<double>(params.plan.bytes) / (1 << 20), e.rms);
   std::printf("%s\n", text);
   std::fflush(stdout);
   g_json += (g_json.empty() ? "" : ",\n") + std::string(text);
@@ -665,29 +695,30 @@ void bench_parts(const std::string& shape, const std::string& preset, int cached
     CHECK_CUDA(cudaEventCreate(&begin));
     CHECK_CUDA(cudaEventCreate(&end));
     f();
-    CHECK_CUDA(cudaEventRecord(begin));
+    CHECK_CUDA(cudaEventRecord(begin, g_stream));
     for (int i = 0; i < 10; ++i) f();
-    CHECK_CUDA(cudaEventRecord(end));
+    CHECK_CUDA(cudaEventRecord(end, g_stream));
     CHECK_CUDA(cudaEventSynchronize(end));
     float ms;
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
     return ms / 10;
   };
-  const float rotate = time([&] { CHECK_CUDA(kernels.rotate(params, 0, 0, nullptr)); });
+  const float rotate = time([&] { CHECK_CUDA(kernels.rotate(params, {}, g_stream)); });
   const float image =
-      time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_fill(params, 0, 0, nullptr)); });
-  const float attention =
-      time([&] { CHECK_CUDA(kernels.attention(params, 0, 0, 1, g_shared_bytes, nullptr)); });
-  const float merge = time([&] { CHECK_CUDA(kernels.merge(params, 0, 0, nullptr)); });
+      time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_fill(params, {}, false, g_stream)); });
+  const float attention = time([&] {
+    CHECK_CUDA(kernels.attention(params, {0, 0, 1, 0}, g_shared_bytes, false, g_stream));
+  });
+  const float merge = time([&] { CHECK_CUDA(kernels.merge(params, {}, g_stream)); });
   const double tokens = static_cast<double>(std::min<int64_t>(params.plan.tile_tokens, cached)) *
                         params.plan.contexts;
   std::printf(
       "parts %s %s q %d: contexts %d row_blocks %d chunks %d steps %d tile %lld | rotate %.4f ms, "
-      "image %.4f ms (%.4f ns/token-head), attention %.4f ms, merge %.4f ms\n",
+      "image %.4f ms (%.4f ns/token-head), attention on %d SMs %.4f ms, merge %.4f ms\n",
       shape.c_str(), preset.c_str(), q_len, params.plan.contexts, params.plan.row_blocks,
       params.plan.row_chunks, params.plan.num_steps,
       static_cast<long long>(params.plan.tile_tokens), rotate, image, image * 1e6 / tokens,
-      attention, merge);
+      params.plan.num_ctas, attention, merge);
 }
 
 }  // namespace
@@ -696,6 +727,8 @@ int main(int argc, char** argv) {
   cudaDeviceProp prop;
   CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
   g_num_sms = prop.multiProcessorCount;
+  CHECK_CUDA(cudaStreamCreate(&g_stream));
+  g_arch = 10 * prop.major + prop.minor;
   g_shared_bytes = static_cast<int>(prop.sharedMemPerBlockOptin);
   std::printf("%s, %d SMs, %d bytes shared\n", prop.name, g_num_sms, g_shared_bytes);
   const auto asked = [&](const char* word) {

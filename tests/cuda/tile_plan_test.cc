@@ -5,10 +5,14 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 #include <set>
 #include <utility>
 #include <vector>
+
+#include "src/codec/codebook.h"
+#include "src/core/half2.h"
 
 namespace kvtile::cuda {
 namespace {
@@ -18,7 +22,7 @@ struct Shape {
   std::vector<int> q_lens, seq_lens;
   Mask mask;
   int64_t tile_tokens = 0;
-  bool raw = true, hints = false;
+  bool raw = true, hints = false, overlaps = true;
 };
 
 AttentionCall make_call(const Shape& shape) {
@@ -67,7 +71,7 @@ using Walked = std::map<std::pair<int64_t, int>, std::vector<std::vector<int>>>;
 
 Walked walk_plan(const Shape& shape) {
   const AttentionCall call = make_call(shape);
-  const TilePlan plan = make_tile_plan(call, TileDevice{shape.num_sms});
+  const TilePlan plan = make_tile_plan(call, TileDevice{shape.num_sms, shape.overlaps});
   const std::vector<SequenceInfo> table = sequence_table(shape, plan);
   Walked walked;
   for (int context_group = 0; context_group < plan.num_context_groups; ++context_group) {
@@ -216,11 +220,14 @@ TEST(TilePlan, EveryVisibleKeyOnceWhateverTheTile) {
     }
     each.hints = true;
     EXPECT_EQ(walk_plan(each), walked) << "with hints";
+    each.overlaps = false;
+    walk_plan(each);
   }
 }
 
 TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
-  for (int head_dim : {64, 128, 256}) {
+  for (auto [head_dim, overlaps] : {std::pair{64, true}, std::pair{128, true}, std::pair{256, true},
+                                    std::pair{128, false}, std::pair{256, false}}) {
     for (int q_len : {33, 256, 1024, 8192}) {
       Shape shape;
       shape.head_dim = head_dim;
@@ -230,7 +237,7 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       int64_t bytes = 0;
       for (int cached : {0, 16384, 131072, 1009664}) {
         shape.seq_lens = {cached + q_len};
-        const TilePlan plan = make_tile_plan(make_call(shape), TileDevice{132});
+        const TilePlan plan = make_tile_plan(make_call(shape), TileDevice{132, overlaps});
         EXPECT_LE(plan.bytes, kTileScratchBytes) << head_dim << " " << q_len;
         if (bytes != 0) {
           EXPECT_EQ(plan.bytes, bytes);
@@ -241,14 +248,78 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       for (int64_t tile : {int64_t{0}, int64_t{8192}, int64_t{131072}}) {
         shape.tile_tokens = tile;
         shape.q_lens = {q_len};
-        const int64_t planned = make_tile_plan(make_call(shape), TileDevice{132}).bytes;
+        const int64_t planned = make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes;
         for (int smaller : {1, 33, 100, 500, 1000, 1024, 1100, 2000, 4000, 8000}) {
           if (smaller > q_len) break;
           shape.q_lens = {smaller};
-          EXPECT_LE(make_tile_plan(make_call(shape), TileDevice{132}).bytes, planned);
+          EXPECT_LE(make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes, planned);
         }
       }
       shape.tile_tokens = 0;
+    }
+  }
+}
+
+TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
+  for (int q_len : {1, 64, 256, 500, 512, 513, 1024, 8192, 65536}) {
+    Shape shape;
+    shape.num_kv_heads = 8;
+    shape.q_lens = {q_len};
+    shape.seq_lens = {131072 + q_len};
+    const AttentionCall call = make_call(shape);
+    const TilePlan plan = make_tile_plan(call, TileDevice{132, true});
+    const int64_t rows = (q_len * int64_t{shape.group} + 255) / 256 * 256;
+    const int filling = plan.num_sms - plan.num_ctas;
+    if (rows <= kOverlapRows) {
+      EXPECT_EQ(plan.buffers, 2) << q_len;
+      EXPECT_GE(plan.num_ctas, 1) << q_len;
+      // Dequantising a step takes its SMs no longer than attending to it takes the others.
+      EXPECT_GE(filling * (kFillRows + rows), int64_t{plan.num_sms} * kFillRows) << q_len;
+    } else {
+      EXPECT_EQ(plan.buffers, 1) << q_len;
+      EXPECT_EQ(filling, 0) << q_len;
+    }
+    const TilePlan serial = make_tile_plan(call, TileDevice{132, false});
+    EXPECT_EQ(serial.buffers, 1);
+    EXPECT_EQ(serial.num_ctas, 132);
+  }
+}
+
+TEST(TileImage, ScaledLevelsAreNearlyFp16Numbers) {
+  for (KeyCode key : {KeyCode::kLloydMax4, KeyCode::kLloydMax3}) {
+    for (int head_dim : {64, 128, 256}) {
+      const Codebook book = make_codebook(key, head_dim);
+      const float factor = level_factor(key) * std::sqrt(static_cast<float>(head_dim));
+      for (int i = 0; i < book.num_levels; ++i) {
+        const float level = book.levels[i] * factor;
+        const float half = half_bits_to_float(float_to_half_bits(level));
+        EXPECT_LE(std::fabs(half / level - 1.0f), 7.5e-5f) << head_dim << " " << i;
+      }
+    }
+  }
+}
+
+TEST(TilePlan, SharesAreEvenWithTheCostOfPieces) {
+  TilePlan plan;
+  for (int ctas : {1, 20, 108, 127, 132, 188}) {
+    plan.num_ctas = ctas;
+    for (int row_blocks : {1, 2, 3, 7, 32, 48, 64, 133, 1000}) {
+      int64_t least = int64_t{1} << 40, most = 0;
+      for (int cta = 0; cta < lane_ctas(plan, row_blocks); ++cta) {
+        const int64_t begin = lane_begin(plan, row_blocks, cta);
+        const int64_t end = lane_begin(plan, row_blocks, cta + 1);
+        ASSERT_LE(begin, end);
+        for (int64_t unit = begin; unit < end; ++unit) {
+          ASSERT_EQ(lane_owner(plan, row_blocks, unit), cta);
+        }
+        int64_t further = 0;  // pieces after the first
+        if (end > begin) further = (end - 1) / kSpanBlocks - begin / kSpanBlocks;
+        const int64_t cost = end - begin + further * kPieceUnits;
+        least = std::min(least, cost);
+        most = std::max(most, cost);
+      }
+      EXPECT_LE(most, lane_cost(plan, row_blocks) / lane_ctas(plan, row_blocks) + 1);
+      EXPECT_LE(most - least, 2 * kPieceUnits) << ctas << " " << row_blocks;
     }
   }
 }

@@ -11,7 +11,7 @@
 
 namespace kvtile::cuda {
 
-inline constexpr int kCombineMaxWarps = 8;
+inline constexpr int kCombineMaxWarps = 16;
 
 __device__ inline void store_element(void* base, DType dtype, int64_t index, float x) {
   switch (dtype) {
@@ -28,11 +28,11 @@ __device__ inline void store_element(void* base, DType dtype, int64_t index, flo
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(32 * kCombineMaxWarps)
+__global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
     rows_combine_kernel(const __grid_constant__ RowsParams p) {
   constexpr int kElements = kDim / 32;
   __shared__ float shared_out[kCombineMaxWarps][kDim];
-  __shared__ float shared_sum[kCombineMaxWarps];
+  __shared__ float shared_sum[kCombineMaxWarps], shared_high[kCombineMaxWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int head = static_cast<int>(blockIdx.x % p.a.num_heads);
   const int64_t row = blockIdx.x / p.a.num_heads;
@@ -59,59 +59,75 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps)
            kv_head;
   };
 #if __CUDA_ARCH__ >= 900
+  // The launch after this one waits for its end before it reads or writes anything.
+  ptx::grid_dependency_launch();
   ptx::grid_dependency_wait();
 #endif
 
-  float high = -INFINITY;
-  if (owned) {
-    for (int state = lane; state < states; state += 32) {
-      high = fmaxf(high, rows_state(p, state_index(state), p.plan.rows, kDim).sums[2 * tile_row]);
+  // The warp's share, relative to its own maximum; a batch's loads are in flight together.
+  constexpr int kBatch = 9;  // 144 states at once
+  float high = -INFINITY, sum = 0.0f, out[kElements] = {};
+  for (int first = warp; owned && first < states; first += kBatch * warps) {
+    float offset[kBatch], l[kBatch], x[kBatch][kElements];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int state = first + b * warps;
+      const RowsState partial =
+          rows_state(p, state_index(min(state, states - 1)), p.plan.rows, kDim);
+      offset[b] = state < states ? partial.sums[2 * tile_row] : -INFINITY;
+      l[b] = partial.sums[2 * tile_row + 1];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        x[b][i] = partial.out[tile_row * kDim + lane + 32 * i];
+      }
     }
+    float next = high;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) next = fmaxf(next, offset[b]);
+    const float shrink = state_weight(high, next);
+    sum *= shrink;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) out[i] *= shrink;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      // What an empty state holds beside its offset was never written.
+      if (offset[b] == -INFINITY) continue;
+      const float weight = ptx::ex2(offset[b] - next);
+      sum = fmaf(l[b], weight, sum);
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) out[i] = fmaf(x[b][i], weight, out[i]);
+    }
+    high = next;
   }
-  high = warp_max(high);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) shared_out[warp][lane + 32 * i] = out[i];
+  if (lane == 0) {
+    shared_sum[warp] = sum;
+    shared_high[warp] = high;
+  }
+  __syncthreads();
+
+  high = -INFINITY;
+  for (int w = 0; w < warps; ++w) high = fmaxf(high, shared_high[w]);
   const bool seen = high != -INFINITY || (in_sequence && !owned);
   const float sink = p.a.sinks != nullptr && seen ? __ldg(p.a.sinks + head) * kLog2e : -INFINITY;
   high = fmaxf(high, sink);
-
-  float sum = in_sequence && !owned ? NAN : 0.0f, out[kElements] = {};
-  if (owned && seen) {
-#pragma unroll 4
-    for (int state = warp; state < states; state += warps) {
-      const RowsState partial = rows_state(p, state_index(state), p.plan.rows, kDim);
-      const float offset = partial.sums[2 * tile_row];
-      float x[kElements];
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) x[i] = partial.out[tile_row * kDim + lane + 32 * i];
-      const float l = partial.sums[2 * tile_row + 1];
-      if (offset == -INFINITY) continue;
-      const float weight = ptx::ex2(offset - high);
-      sum = fmaf(l, weight, sum);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) out[i] = fmaf(x[i], weight, out[i]);
-    }
-  }
-  if (warps > 1) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) shared_out[warp][lane + 32 * i] = out[i];
-    if (lane == 0) shared_sum[warp] = sum;
-    __syncthreads();
-    if (warp != 0) return;
-    for (int w = 1; w < warps; ++w) {
-      sum += shared_sum[w];
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) out[i] += shared_out[w][lane + 32 * i];
-    }
-  }
+  sum = in_sequence && !owned ? NAN : 0.0f;
+  for (int w = 0; w < warps; ++w)
+    sum = fmaf(shared_sum[w], state_weight(shared_high[w], high), sum);
   if (sink != -INFINITY) sum += ptx::ex2(sink - high);
 
   // A row that is NaN is NaN in every element and in lse.
   const float inverse = seen ? 1.0f / sum : 0.0f;
   const int64_t base = row * p.a.out_stride_token + head * p.a.out_stride_head;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    store_element(p.a.out, p.a.dtype, base + lane + 32 * i, seen ? out[i] * inverse : 0.0f);
+  for (int d = threadIdx.x; d < kDim; d += blockDim.x) {
+    float total = 0.0f;
+    for (int w = 0; w < warps; ++w) {
+      total = fmaf(shared_out[w][d], state_weight(shared_high[w], high), total);
+    }
+    store_element(p.a.out, p.a.dtype, base + d, seen ? total * inverse : 0.0f);
   }
-  if (p.a.lse != nullptr && lane == 0) {
+  if (p.a.lse != nullptr && threadIdx.x == 0) {
     constexpr float kLn2 = 0.6931471805599453f;
     p.a.lse[head * p.a.lse_stride_head + row * p.a.lse_stride_token] =
         seen ? (high + log2f(sum)) * kLn2 : -INFINITY;

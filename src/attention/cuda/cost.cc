@@ -12,12 +12,12 @@ namespace {
 
 // Measured on an H200. Time of an SM is in ns x SM: what all SMs together spend.
 constexpr double kRowsFixedUs = 15.0;          // launches, first pages, combine
-constexpr double kRowsSmNs = 5.6;              // a token-head, 128 dimensions, of any tile
-constexpr double kRowsSmNsPerRow = 0.26;       // and for each row of the tile's capacity
+constexpr double kRowsSmNs = 4.8;              // a token-head, 128 dimensions, of any tile
+constexpr double kRowsSmNsPerRow = 0.37;       // and for each row of the tile's capacity
 constexpr double kRowsRawFlopsPerSmNs = 64.0;  // the raw chunk, in plain fp32
 constexpr double kTileFixedUs = 30.0;          // a dozen launches
 constexpr double kTileGroupUs = 10.0;          // a launch group of about one row block per SM
-constexpr double kTileFillSmNs = 37.0;         // dequantising a token-head, 128 dimensions
+constexpr double kTileFillSmNs = 65.0;         // dequantising a token-head, 128 dimensions
 constexpr double kTileFlopsPerSmNs = 2800.0;   // attention over the image
 
 int group_of(const AttentionCall& call) { return call.num_heads / call.cache.num_kv_heads; }
@@ -56,8 +56,6 @@ double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
   shape.max_q_len = q_len;
   shape.group = group_of(call);
   shape.head_dim = format.head_dim;
-  shape.max_rows = std::max(
-      8, rows_max_capacity(format, device.shared_bytes_per_block, device.shared_bytes_per_sm));
   const int queries = rows_queries_per_tile(shape);
   const int heads = std::min(shape.group, shape.max_rows);
   const int rows = rows_capacity(queries * heads);

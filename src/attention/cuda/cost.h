@@ -1,5 +1,5 @@
 // How long a call takes on a CUDA device, estimated from its shape and hints alone: one closed form
-// for each engine, with constants measured on an H200 (docs/kernels/rows.md, tile.md) and scaled by
+// for each engine, with constants measured on an H200 (docs/kernels/choice.md) and scaled by
 // the device's size. Backend "cuda" takes the cheaper engine; both estimates grow with the rows and
 // with the context.
 #pragma once
@@ -27,7 +27,7 @@ double tile_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
 
 // Whether the rows engine is the cheaper one at kChoiceTokens of context. The choice does not
 // follow the call's lengths: a workspace then serves every length, and a growing context never
-// changes engines half way. Where they cross (about 190 packed rows) the context hardly moves it.
+// changes engines half way. Where they cross (about 200 packed rows) the context hardly moves it.
 // Once false it stays false for more query rows: a workspace serves smaller calls too.
 inline constexpr int64_t kChoiceTokens = 32768;
 bool rows_are_cheaper(const AttentionCall& call, const DeviceInfo& device);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kvtile/slot.h"
 #include "src/core/hd.h"
 
 namespace kvtile::cuda {
@@ -17,6 +18,12 @@ inline constexpr int kChunkBytes = 16;
 // The one owner of an address inside a sub-tile (bytes).
 KVTILE_HD constexpr int chunk_offset(int chunk, int token, int subtile_tokens) {
   return (chunk * subtile_tokens + token) * kChunkBytes;
+}
+
+// Levels of unit variance times this are fp16 numbers to a relative 7.4e-5, a sixth of fp16's own
+// rounding.
+constexpr float level_factor(KeyCode key) {
+  return key == KeyCode::kLloydMax4 ? 0x1.bbccp0f : 0x1.42bcp0f;
 }
 
 // Key or value of one sub-tile; the value follows the key.

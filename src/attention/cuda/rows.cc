@@ -15,6 +15,37 @@
 namespace kvtile::cuda {
 namespace {
 
+// Whether the heads of 16 tokens lie together, side by side in each token or one after the other,
+// and where a bulk copy can reach them; the layout of such a copy.
+struct ChunkLayout {
+  int copies = 0;  // 0: they do not
+  int64_t bytes = 0, head_stride = 0;
+};
+ChunkLayout chunk_layout(const PagedCache& cache) {
+  const int64_t heads = cache.num_kv_heads, slot = cache.format.slot_bytes();
+  const int64_t alignment = rows_slot_alignment(cache.format.key);
+  const auto multiple = [](int64_t x, int64_t of) { return x % of == 0; };
+  if (cache.block_size % kRowsGroupTokens != 0 || cache.stride_token < slot ||
+      cache.stride_block >= (int64_t{1} << 32) ||
+      (reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || !multiple(cache.stride_block, 16) ||
+      !multiple(cache.stride_token, alignment) || !multiple(cache.stride_head, alignment)) {
+    return {};
+  }
+  const int64_t of_head = kRowsGroupTokens * cache.stride_token;
+  if (cache.stride_head * (heads - 1) + slot <= cache.stride_token) {
+    return {1, of_head, cache.stride_head};
+  }
+  if (of_head > cache.stride_head || !multiple(cache.stride_head, 16)) return {};
+  return {cache.num_kv_heads, heads * of_head, of_head};
+}
+
+RowsPages pages_of(const AttentionCall& call, const DeviceInfo& device) {
+  const ChunkLayout layout = chunk_layout(call.cache);
+  if (layout.copies == 0) return {};
+  return rows_pages(call.cache.format, call.cache.num_kv_heads, layout.bytes,
+                    device.shared_bytes_per_block, rows_wide_table(device.arch));
+}
+
 RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
   RowsShape shape;
   shape.num_seqs = call.num_seqs;
@@ -24,8 +55,9 @@ RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
   shape.group = call.num_heads / call.cache.num_kv_heads;
   shape.head_dim = call.cache.format.head_dim;
   shape.max_rows = rows_max_capacity(call.cache.format, device.shared_bytes_per_block,
-                                     device.shared_bytes_per_sm);
+                                     rows_wide_table(device.arch));
   shape.raw_chunk = call.chunk_key != nullptr;
+  shape.pages = pages_of(call, device).warps > 0;
   return shape;
 }
 
@@ -33,7 +65,7 @@ RowsResidency residency_of(const AttentionCall& call, const RowsShape& shape,
                            const DeviceInfo& device) {
   const int packed = rows_queries_per_tile(shape) * std::min(shape.group, shape.max_rows);
   return rows_residency(call.cache.format, rows_capacity(packed), device.shared_bytes_per_block,
-                        device.shared_bytes_per_sm);
+                        rows_wide_table(device.arch));
 }
 
 // A factor that places the levels where fp16 rounds them least (weighted by how often each is used:
@@ -51,21 +83,17 @@ CodebookFactor codebook_factor(KeyCode key, int head_dim) {
              : CodebookFactor{0x1.42a79bbadc098p+0, 0x1.42bd33a78dd45p+0};
 }
 
-// Pages [0, n) whose slots can be copied by whole granules without leaving the pool.
-uint32_t straight_pages(const PagedCache& cache, const std::byte* pool_end) {
-  if ((reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || cache.num_blocks == 0) return 0;
-  const int64_t last_slot = cache.slot_offset(0, cache.block_size - 1, cache.num_kv_heads - 1);
-  const int64_t page_end = last_slot + 16 * (rows_granules(cache.format.slot_bytes()) +
-                                             1);  // from the page's first byte
-  const int64_t room = pool_end - cache.pages - page_end;
-  if (room < 0) return 0;
+// Pages [0, n) whose first `page_bytes` bytes all lie in the pool.
+uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_t page_bytes) {
+  const int64_t room = pool_end - cache.pages - page_bytes;
+  if (room < 0 || cache.num_blocks == 0) return 0;
   const int64_t pages =
       cache.stride_block > 0 ? std::min(room / cache.stride_block + 1, cache.num_blocks) : 1;
   return static_cast<uint32_t>(std::min(pages, int64_t{1} << 31));
 }
 
-RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, Workspace workspace,
-                            int64_t states) {
+RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, const RowsPages& pages,
+                            int warps, bool wide_table, Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -78,10 +106,33 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, Wor
   params.pool_pages = static_cast<uint32_t>(std::min(call.cache.num_blocks, kPositions));
   params.pool_end =
       call.cache.pages + std::max(call.cache.pages_bytes, cache_extent_bytes(call.cache));
-  params.straight_pages = straight_pages(call.cache, params.pool_end);
-  params.whole_groups =
-      call.cache.block_size % kRowsGroupTokens == 0 && call.cache.stride_token < (int64_t{1} << 26);
-  params.steady_phase = 2 * rows_pass_rows(format.slot_bytes()) * call.cache.stride_token % 16 == 0;
+  // Slots are copied by whole granules.
+  if ((reinterpret_cast<uintptr_t>(call.cache.pages) & 15) == 0) {
+    const int64_t last =
+        call.cache.slot_offset(0, call.cache.block_size - 1, call.cache.num_kv_heads - 1);
+    params.straight_pages = pages_within(call.cache, params.pool_end,
+                                         last + 16 * (rows_granules(format.slot_bytes()) + 1));
+  }
+  params.memory = rows_memory(rows_sizes(format, plan.rows, wide_table), kRowsSharedBase, warps);
+  if (plan.pages) {
+    const ChunkLayout layout = chunk_layout(call.cache);
+    params.pages = pages;
+    params.pages_memory = rows_pages_memory(
+        rows_sizes(format, plan.rows, true), rows_state_bytes(format.head_dim, plan.rows),
+        kRowsSharedBase, call.cache.num_kv_heads, pages.lanes, pages.stages, pages.chunk_bytes);
+    params.chunk_copies = layout.copies;
+    params.chunk_head_stride = static_cast<uint32_t>(layout.head_stride);
+    params.bulk_pages = pages_within(call.cache, params.pool_end,
+                                     (layout.copies - 1) * call.cache.stride_head +
+                                         call.cache.block_size * call.cache.stride_token);
+  }
+  params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&
+                        call.cache.stride_token < (int64_t{1} << 26) &&
+                        call.cache.stride_block < (int64_t{1} << 32);
+  params.page_stride = static_cast<uint32_t>(call.cache.stride_block);
+  const int step = (plan.pages ? pages.lanes : warps) * kRowsGroupTokens;
+  params.step_pages = static_cast<uint32_t>(step / call.cache.block_size);
+  params.step_tokens = static_cast<uint32_t>(step % call.cache.block_size);
   params.norm_correction = format.norm_correction;
   if (format.rotated()) {
     const CodebookFactor factor = codebook_factor(format.key, format.head_dim);
@@ -142,8 +193,7 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
   if (shape.max_rows == 0) {
     return unsupported("device", device.name, "more shared memory a block");
   }
-  const RowsResidency residency = residency_of(call, shape, device);
-  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
+  const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
@@ -157,8 +207,7 @@ Status cuda_rows_workspace_bytes(const AttentionCall& call, const DeviceInfo& de
                                  size_t* bytes) {
   KVTILE_RETURN_IF_ERROR(cuda_rows_supports(call, device));
   const RowsShape shape = rows_shape(call, device);
-  const RowsResidency residency = residency_of(call, shape, device);
-  *bytes = rows_workspace_bytes(shape, residency.blocks_per_sm * device.num_sms);
+  *bytes = rows_workspace_bytes(shape, device.num_sms);
   return {};
 }
 
@@ -172,17 +221,22 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   }
   if (call.total_q == 0) return {};
   const RowsShape shape = rows_shape(call, device);
-  const RowsResidency residency = residency_of(call, shape, device);
-  const RowsPlan plan = make_rows_plan(shape, residency.blocks_per_sm * device.num_sms);
-  const int64_t blocks =
-      plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
-  const RowsParams params = make_rows_params(call, plan, workspace, blocks);
+  RowsResidency residency = residency_of(call, shape, device);
+  const RowsPlan plan = make_rows_plan(shape, device.num_sms);
+  const RowsPages pages = pages_of(call, device);
+  if (plan.pages) residency = {pages.warps, pages.shared_bytes};
+  const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
+  const int64_t states = tile_states * shape.num_kv_heads;
+  const int64_t blocks = plan.pages ? tile_states : states;
+  RowsParams params = make_rows_params(call, plan, pages, residency.warps,
+                                       rows_wide_table(device.arch), workspace, states);
+  params.early_launch = device.arch >= 90;
   if (blocks > 0) {
     KVTILE_RETURN_IF_ERROR(cuda_status(
         "rows kernel", launch_for_format(params, call.cache.format, residency, blocks, stream)));
   }
   return cuda_status("rows combine",
-                     launch_rows_combine(params, call.cache.format.head_dim, device.arch, stream));
+                     launch_rows_combine(params, call.cache.format.head_dim, stream));
 }
 
 }  // namespace kvtile::cuda

@@ -15,20 +15,29 @@ namespace kvtile::cuda {
 struct RowsParams {
   AttentionParams a;
   RowsPlan plan;
+  RowsMemory memory;              // of a block of one head
   float* partial_out = nullptr;   // [state][rows][head_dim]
   float* partial_sums = nullptr;  // [state][rows][offset, l]
   const std::byte* pool_end = nullptr;
   uint32_t table_pages = 0;  // of a block table row that can hold a 31-bit position
   uint32_t pool_pages = 0;
-  bool whole_groups = false;    // pages hold whole groups of 16 tokens, less than 2 GiB apart
-  bool steady_phase = false;    // every second pass of a copy meets granules alike
+  bool whole_groups = false;  // pages hold whole groups of 16 tokens and are less than 4 GiB apart
+  uint32_t page_stride = 0;   // then, in bytes
+  // From a warp's group to its next: whole pages, and tokens.
+  uint32_t step_pages = 0, step_tokens = 0;
   uint32_t straight_pages = 0;  // pages whose slots' granules all lie inside the pool's bytes
-  float key_gain = 1.0f;        // undoes the codebook's factor without norm correction
+  // Blocks of all heads (plan.pages): pages that can be copied whole, and a chunk's layout.
+  RowsPages pages;
+  RowsPagesMemory pages_memory;
+  uint32_t bulk_pages = 0;
+  int chunk_copies = 1;  // one, or one a head
+  uint32_t chunk_head_stride = 0;
+  float key_gain = 1.0f;  // undoes the codebook's factor without norm correction
   bool norm_correction = true;
-  uint32_t levels[8] = {};  // fp16 codebook, 16 entries
+  bool early_launch = false;  // the device has programmatic dependent launch
+  uint32_t levels[8] = {};    // fp16 codebook, 16 entries
 };
 
-cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, int arch,
-                                cudaStream_t stream);
+cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStream_t stream);
 
 }  // namespace kvtile::cuda

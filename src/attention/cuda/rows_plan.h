@@ -18,32 +18,18 @@ inline constexpr int kRowsGroupTokens = 16;  // tokens a warp takes at a time
 // Accumulators are flushed to fp32 state at least this often: the tensor core truncates.
 inline constexpr int kRowsEpochTokens = 8192;
 
-// --- shared memory of a block, and how many warps and blocks a device holds
-// -----------------------
+// --- shared memory of a block, and how many warps a device holds ---------------------------------
 
-// Stages of a warp's ring.
-constexpr int rows_stages(int head_dim) { return head_dim == 256 ? 3 : 4; }
+// Stages of a warp's ring: with this many warps, one group a warp in flight covers the latency.
+constexpr int rows_stages(int head_dim) { return head_dim == 256 ? 2 : 3; }
 
 // 16-byte granules a slot can touch: it starts at any even byte.
 constexpr int rows_granules(int slot_bytes) { return (slot_bytes + 14 + 15) / 16; }
 // An odd number of granules a row spreads the rows of a group over the banks.
 constexpr int rows_pitch(int slot_bytes) { return 16 * (rows_granules(slot_bytes) | 1); }
-// Lanes that copy a row together, and the rows of one pass of a warp.
-constexpr int rows_row_lanes(int slot_bytes) {
-  return rows_granules(slot_bytes) <= 8 ? 8 : rows_granules(slot_bytes) <= 16 ? 16 : 32;
-}
-constexpr int rows_pass_rows(int slot_bytes) { return 32 / rows_row_lanes(slot_bytes); }
 // Rows of a group, then where each row's slot starts.
 constexpr int rows_stage_bytes(int slot_bytes) {
   return kRowsGroupTokens * (rows_pitch(slot_bytes) + 4);
-}
-// The key pair table: 2^(2 bits) entries of 32 lanes; FP8 keys need none.
-constexpr int rows_table_bytes(KeyCode key) {
-  return is_fp8(key) ? 0 : (1 << (2 * key_bits(key))) * 128;
-}
-// The 3-bit table is indexed by bits in place, under an address that must not have them.
-constexpr int rows_table_alignment(KeyCode key) {
-  return key == KeyCode::kLloydMax3 ? rows_table_bytes(key) : 16;
 }
 constexpr int rows_slot_alignment(KeyCode key) { return is_fp8(key) ? 4 : 2; }
 // Warps that share a team's rows: above eight rows, wide accumulators are split over several.
@@ -65,61 +51,209 @@ constexpr int rows_state_bytes(int head_dim, int rows) {
   return 128 * (head_dim / rows_team_warps(head_dim, rows) * rows / 32 + rows / 2);
 }
 
-constexpr int rows_shared_bytes(const SlotFormat& format, int rows, int warps) {
-  const int teams = warps / rows_team_warps(format.head_dim, rows);
-  const int ring = warps * rows_stages(format.head_dim) * rows_stage_bytes(format.slot_bytes());
-  const int exchange = warps * rows_state_bytes(format.head_dim, rows) + 8 * rows;
-  return rows_table_bytes(format.key) + rows_table_alignment(format.key) + 32 +
-         rows * (format.head_dim * 2 + 8) + teams * rows_team_bytes(format.head_dim, rows) +
-         (ring > exchange ? ring : exchange);
+// Where shared memory is large, a table row is 256 bytes, half of it idle or a second table, and
+// the table starts at a multiple of 64 KiB: a byte of codes is then one of the four bytes of an
+// address.
+constexpr bool rows_wide_table(int arch) { return arch >= 90 && arch < 120; }
+inline constexpr uint32_t kRowsWideTable = 1u << 16;
+
+// Sizes in bytes of the parts of a block's shared memory.
+struct RowsSizes {
+  int query = 0;   // fp16 fragments
+  int ranges = 0;  // visible positions of each row; as much again for sums
+  int team = 0, team_warps = 1;
+  int table = 0;  // the key pair table; FP8 keys need none
+  int table_alignment = 16;
+  int warp = 0;  // a ring, later a state
+  bool wide = false;
+};
+
+constexpr RowsSizes rows_sizes(const SlotFormat& format, int rows, bool wide_table) {
+  RowsSizes sizes;
+  const int ring = rows_stages(format.head_dim) * rows_stage_bytes(format.slot_bytes());
+  const int state = rows_state_bytes(format.head_dim, rows);
+  sizes.query = rows * format.head_dim * 2;
+  sizes.ranges = rows * 8;
+  sizes.team = rows_team_bytes(format.head_dim, rows);
+  sizes.team_warps = rows_team_warps(format.head_dim, rows);
+  sizes.warp = ring > state ? ring : state;
+  if (is_fp8(format.key)) return sizes;
+  sizes.wide = wide_table;
+  // 2^(2 bits) entries of 32 lanes, or every byte's.
+  sizes.table = wide_table ? 1 << 16 : (1 << (2 * key_bits(format.key))) * 128;
+  // The narrow 3-bit table is indexed by bits in place, under an address that must not have them.
+  if (wide_table) {
+    sizes.table_alignment = 1 << 16;
+  } else if (format.key == KeyCode::kLloydMax3) {
+    sizes.table_alignment = sizes.table;
+  }
+  return sizes;
+}
+
+// Shared addresses of a block from `base` on, a multiple of 16.
+struct RowsMemory {
+  uint32_t bases = 0;   // of the sequence's table row and of the head's first slot
+  uint32_t factor = 0;  // of the queries, and their largest element
+  uint32_t query = 0, ranges = 0, sums = 0, teams = 0, table = 0;
+  uint32_t rings = 0, high_rings = 0;  // of the first warps, and of the others
+  int low_warps = 0;
+  uint32_t end = 0;
+
+  // The ring of a warp; those of its team follow the first one's.
+  KVTILE_HD constexpr uint32_t ring(int warp, int bytes) const {
+    return warp < low_warps ? rings + warp * bytes : high_rings + (warp - low_warps) * bytes;
+  }
+};
+
+KVTILE_HD constexpr RowsMemory rows_memory(const RowsSizes& sizes, uint32_t base, int warps) {
+  RowsMemory memory;
+  memory.bases = base;
+  memory.factor = base + 16;
+  memory.query = base + 32;
+  memory.ranges = memory.query + sizes.query;
+  memory.sums = memory.ranges + sizes.ranges;
+  memory.teams = memory.sums + sizes.ranges;
+  const uint32_t after = memory.teams + warps / sizes.team_warps * sizes.team;
+  memory.low_warps = warps;
+  if (sizes.wide) {
+    // Whole teams below the table, the others above it.
+    const int most = static_cast<int>(kRowsWideTable - after) / sizes.warp;
+    if (most < warps) memory.low_warps = most / sizes.team_warps * sizes.team_warps;
+    memory.table = kRowsWideTable;
+    memory.rings = after;
+    memory.high_rings = kRowsWideTable + sizes.table;
+    memory.end = memory.high_rings + (warps - memory.low_warps) * sizes.warp;
+  } else {
+    memory.table = (after + sizes.table_alignment - 1) & ~(sizes.table_alignment - 1u);
+    memory.rings = memory.table + sizes.table;
+    memory.end = memory.rings + warps * sizes.warp;
+  }
+  return memory;
+}
+
+// The system keeps the first KiB, and what is static follows: addresses are counted from the
+// second.
+inline constexpr int kRowsSharedStart = 1024, kRowsSharedBase = 2048;
+inline int rows_shared_bytes(const RowsSizes& sizes, int warps) {
+  return static_cast<int>(rows_memory(sizes, kRowsSharedBase, warps).end) - kRowsSharedStart;
 }
 
 // Queries are prepared by at least this many warps.
-inline constexpr int kRowsMinWarps = 4;
-// Register budgets: 65536 over the threads of an SM.
+constexpr int rows_min_warps(bool wide_table) { return wide_table ? 8 : 4; }
+// Register budgets: 65536 over the threads of an SM, which holds one block.
 constexpr int rows_max_warps(int head_dim, int rows) {
-  if (rows == 32) return head_dim == 256 ? 8 : 4;
-  return head_dim == 256 && rows == 16 ? 4 : 6;
-}
-constexpr int rows_blocks_per_sm(int head_dim, int rows) {
-  return head_dim == 256 && rows == 32 ? 1 : 2;
+  if (rows == 8) return 12;
+  if (rows == 16) return head_dim == 256 ? 8 : 12;
+  return 8;
 }
 
 struct RowsResidency {
   int warps = 0;  // 0: the device cannot hold one team
-  int blocks_per_sm = 0;
   int shared_bytes = 0;
 };
 
-// The most blocks an SM, then the most warps a block, that a device holds.
+// The most warps a block that a device holds.
 inline RowsResidency rows_residency(const SlotFormat& format, int rows, int shared_per_block,
-                                    int shared_per_sm) {
-  constexpr int kStaticBytes = 128;     // the tile and its range
-  constexpr int kReservedBytes = 1024;  // the system's share of a block
-  const int most = rows_max_warps(format.head_dim, rows),
-            team = rows_team_warps(format.head_dim, rows);
-  for (int blocks = rows_blocks_per_sm(format.head_dim, rows); blocks >= 1; --blocks) {
-    for (int warps = most; warps >= kRowsMinWarps; warps -= team) {
-      const int bytes = rows_shared_bytes(format, rows, warps);
-      const int whole = bytes + kStaticBytes;
-      if (whole <= shared_per_block && blocks * (whole + kReservedBytes) <= shared_per_sm) {
-        return {warps, blocks, bytes};
-      }
-    }
+                                    bool wide_table) {
+  constexpr int kStaticBytes = 128;  // the tile and its range
+  const RowsSizes sizes = rows_sizes(format, rows, wide_table);
+  for (int warps = rows_max_warps(format.head_dim, rows); warps >= rows_min_warps(wide_table);
+       warps -= sizes.team_warps) {
+    const int bytes = rows_shared_bytes(sizes, warps);
+    if (bytes + kStaticBytes <= shared_per_block) return {warps, bytes};
   }
   return {};
 }
 
 // The largest row capacity that a device holds; 0 if none.
-inline int rows_max_capacity(const SlotFormat& format, int shared_per_block, int shared_per_sm) {
+inline int rows_max_capacity(const SlotFormat& format, int shared_per_block, bool wide_table) {
   for (int rows = kRowsMaxRows; rows >= 8; rows /= 2) {
-    if (rows_residency(format, rows, shared_per_block, shared_per_sm).warps > 0) return rows;
+    if (rows_residency(format, rows, shared_per_block, wide_table).warps > 0) return rows;
   }
   return 0;
 }
 
+// --- blocks of all KV heads ----------------------------------------------------------------------
+
+// Where the heads of 16 tokens lie together, a block takes all of them, and a group's slots arrive
+// as one bulk copy (or one a head): no lane's instructions, whole lines, and none of the sector by
+// sector passage through the load pipeline that bounds copies of single rows.
+inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRows = 8,
+                     kRowsPagesMaxStages = 5;
+inline constexpr int kRowsPagesRecord = 32;  // what warps know of a chunk
+
+struct RowsPages {
+  int warps = 0;  // 0: not this way
+  int lanes = 0;  // warps of one head
+  int stages = 0;
+  int chunk_bytes = 0;  // a group of all heads
+  int shared_bytes = 0;
+};
+
+struct RowsPagesMemory {
+  uint32_t bases = 0;    // of the sequence's table row, and of the first head's first slot
+  uint32_t factors = 0;  // each head's, and its largest element
+  uint32_t query = 0, ranges = 0, records = 0, table = 0;
+  uint32_t chunks = 0, high_chunks = 0;  // the first ones, and the others
+  int low_chunks = 0;
+  uint32_t exchange = 0;  // over chunks, when all are idle
+  uint32_t end = 0;
+
+  KVTILE_HD constexpr uint32_t chunk(int index, int bytes) const {
+    return index < low_chunks ? chunks + index * bytes : high_chunks + (index - low_chunks) * bytes;
+  }
+};
+
+KVTILE_HD constexpr RowsPagesMemory rows_pages_memory(const RowsSizes& sizes, int state_bytes,
+                                                      uint32_t base, int heads, int lanes,
+                                                      int stages, int chunk_bytes) {
+  RowsPagesMemory memory;
+  const int count = lanes * stages;
+  memory.bases = base;
+  memory.factors = base + 16;
+  memory.query = memory.factors + 8 * kRowsPagesMaxHeads;
+  memory.ranges = memory.query + heads * sizes.query;
+  memory.records = memory.ranges + sizes.ranges;
+  memory.chunks = memory.records + count * kRowsPagesRecord;
+  memory.low_chunks = count;
+  memory.exchange = memory.chunks;
+  uint32_t end = memory.chunks + count * chunk_bytes;
+  if (sizes.wide) {
+    const int most = static_cast<int>(kRowsWideTable - memory.chunks) / chunk_bytes;
+    if (most < count) memory.low_chunks = most;
+    memory.table = kRowsWideTable;
+    memory.high_chunks = memory.exchange = kRowsWideTable + sizes.table;
+    end = memory.high_chunks + (count - memory.low_chunks) * chunk_bytes;
+  }
+  const uint32_t exchanged = memory.exchange + heads * (lanes / 2) * state_bytes;
+  memory.end = end > exchanged ? end : exchanged;
+  return memory;
+}
+
+inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t chunk_bytes,
+                            int shared_per_block, bool wide_table) {
+  constexpr int kStaticBytes = 128;
+  if (!wide_table || num_kv_heads > kRowsPagesMaxHeads || chunk_bytes > shared_per_block) return {};
+  RowsPages pages;
+  pages.lanes = kRowsPagesWarps / num_kv_heads;
+  pages.warps = pages.lanes * num_kv_heads;
+  pages.chunk_bytes = static_cast<int>(chunk_bytes);
+  const RowsSizes sizes = rows_sizes(format, kRowsPagesRows, wide_table);
+  for (pages.stages = kRowsPagesMaxStages; pages.stages >= 2; --pages.stages) {
+    const uint32_t end =
+        rows_pages_memory(sizes, rows_state_bytes(format.head_dim, kRowsPagesRows), kRowsSharedBase,
+                          num_kv_heads, pages.lanes, pages.stages, pages.chunk_bytes)
+            .end;
+    pages.shared_bytes = static_cast<int>(end) - kRowsSharedStart;
+    if (pages.shared_bytes + kStaticBytes <= shared_per_block) return pages;
+  }
+  return {};
+}
+
 // --- the plan
 // --------------------------------------------------------------------------------------
+
+inline constexpr int kRowsMaxWaves = 4;
 
 struct RowsShape {
   int num_seqs = 0;
@@ -129,6 +263,7 @@ struct RowsShape {
   int group = 1;
   int head_dim = 0;
   int max_rows = kRowsMaxRows;  // of a tile that the device holds: 8, 16 or 32
+  bool pages = false;           // a block takes all KV heads, where eight rows are enough
   bool raw_chunk = false;
 };
 
@@ -142,6 +277,7 @@ struct RowsPlan {
       0;               // 0: a sequence's tiles follow from cu_seqlens; else max_q_len bounds them
   int num_splits = 1;  // key ranges of a tile; the raw chunk is one more
   bool raw_chunk = false;
+  bool pages = false;
 
   KVTILE_HD int num_states() const { return num_splits + (raw_chunk ? 1 : 0); }
 };
@@ -171,6 +307,7 @@ inline int64_t rows_num_tiles(const RowsShape& shape, int queries_per_tile, int6
                               int* tiles_per_seq) {
   const int64_t by_rows = rows_tile_base(queries_per_tile, 0, total_q, shape.num_seqs);
   *tiles_per_seq = 0;
+  if (shape.num_seqs == 0) return 0;
   if (shape.max_q_len <= 0) return by_rows;
   const int64_t each = (shape.max_q_len + queries_per_tile - 1) / queries_per_tile;
   const int64_t by_hint = each * shape.num_seqs;
@@ -187,12 +324,13 @@ inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
   plan.num_subtiles = (shape.group - 1) / plan.heads_per_tile + 1;
   plan.rows = rows_capacity(plan.queries_per_tile * plan.heads_per_tile);
   plan.num_tiles = rows_num_tiles(shape, plan.queries_per_tile, shape.total_q, &plan.tiles_per_seq);
-  const int64_t units = plan.num_tiles * plan.num_subtiles * shape.num_kv_heads;
+  plan.pages = shape.pages && plan.rows == kRowsPagesRows;
+  const int64_t units = plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
   // Blocks of the raw chunk are part of the wave.
   const int64_t chunk_units = plan.raw_chunk ? units : 0;
-  // Up to four waves: the fewest whose last one is nearly full, else the fullest.
+  // Up to kRowsMaxWaves: the fewest whose last one is nearly full, else the fullest.
   double best = 0.0;
-  for (int wave = 1; wave <= 4; ++wave) {
+  for (int wave = 1; wave <= kRowsMaxWaves; ++wave) {
     const int64_t slots = static_cast<int64_t>(wave) * resident_blocks;
     const int64_t splits = units > 0 ? (slots - chunk_units) / units : 0;
     if (splits < 1) continue;
@@ -220,7 +358,8 @@ inline int64_t rows_max_states(const RowsShape& shape, int resident_blocks) {
   }
   const int64_t subtiles = (shape.group - 1) / std::min(shape.group, shape.max_rows) + 1;
   const int64_t units = tiles * subtiles * shape.num_kv_heads;
-  return std::max<int64_t>(units * (shape.raw_chunk ? 2 : 1), int64_t{4} * resident_blocks);
+  return std::max<int64_t>(units * (shape.raw_chunk ? 2 : 1),
+                           int64_t{kRowsMaxWaves} * resident_blocks);
 }
 
 // Partial O [rows][head_dim] and (m, l) [rows][2] of every state, fp32.
@@ -230,8 +369,13 @@ inline size_t rows_state_floats(int rows, int head_dim) {
 
 inline size_t rows_workspace_bytes(const RowsShape& shape, int resident_blocks) {
   const RowsPlan plan = make_rows_plan(shape, resident_blocks);
-  return static_cast<size_t>(rows_max_states(shape, resident_blocks)) *
-         rows_state_floats(plan.rows, shape.head_dim) * sizeof(float);
+  // Whether a call has blocks of all heads depends on its addresses: room for either.
+  const int64_t page_rows =
+      shape.num_kv_heads <= kRowsPagesMaxHeads && shape.group <= kRowsPagesRows
+          ? int64_t{kRowsMaxWaves} * resident_blocks * shape.num_kv_heads * kRowsPagesRows
+          : 0;
+  const int64_t rows = std::max(rows_max_states(shape, resident_blocks) * plan.rows, page_rows);
+  return static_cast<size_t>(rows) * rows_state_floats(1, shape.head_dim) * sizeof(float);
 }
 
 }  // namespace kvtile::cuda

@@ -31,6 +31,7 @@ __device__ inline float state_weight(float offset, float high) {
 }
 
 __device__ inline int64_t clamped_row(const RowsParams& p, int seq) {
+  if (p.a.num_seqs == 0) return 0;  // and no arrays
   const int64_t row = __ldg(p.a.cu_seqlens_q + seq);
   return min(max(row, int64_t{0}), p.a.total_q);
 }
@@ -93,18 +94,27 @@ __device__ inline void row_range(const RowsParams& p, const RowsTile& tile, int 
   *end = position < 0 ? 0 : p.a.causal ? position + 1 : tile.seq_len;
 }
 
-__device__ inline float load_element(const void* base, DType dtype, int64_t index) {
-  if (dtype == DType::kFloat32) return __ldg(static_cast<const float*>(base) + index);
-  const uint16_t word = __ldg(static_cast<const uint16_t*>(base) + index);
-  return dtype == DType::kBFloat16 ? bfloat_bits_to_float(word) : half_bits_to_float(word);
-}
-
-// Element lane + 32 i of a row.
+// Element lane + 32 i of a row. One branch for all, so that the loads are in flight together.
 template <int kDim>
 __device__ inline void load_row(const void* base, DType dtype, int64_t offset, int lane,
                                 float (&x)[kDim / 32]) {
+  if (dtype == DType::kFloat32) {
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) x[i] = load_element(base, dtype, offset + lane + 32 * i);
+    for (int i = 0; i < kDim / 32; ++i) {
+      x[i] = __ldg(static_cast<const float*>(base) + offset + lane + 32 * i);
+    }
+    return;
+  }
+  uint16_t words[kDim / 32];
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) {
+    words[i] = __ldg(static_cast<const uint16_t*>(base) + offset + lane + 32 * i);
+  }
+#pragma unroll
+  for (int i = 0; i < kDim / 32; ++i) {
+    x[i] =
+        dtype == DType::kBFloat16 ? bfloat_bits_to_float(words[i]) : half_bits_to_float(words[i]);
+  }
 }
 
 __device__ inline int64_t query_offset(const RowsParams& p, const RowsTile& tile, int kv_head,

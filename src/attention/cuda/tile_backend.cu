@@ -14,7 +14,7 @@ Status refused(StatusCode code, const char* argument, const std::string& got,
 }
 
 TilePlan plan_for(const AttentionCall& call, const DeviceInfo& device) {
-  return make_tile_plan(call, TileDevice{device.num_sms});
+  return make_tile_plan(call, TileDevice{device.num_sms, device.arch >= 90});
 }
 
 }  // namespace

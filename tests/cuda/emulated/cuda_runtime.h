@@ -47,6 +47,10 @@ bool barrier(int id, int threads, bool predicate);
 void copy_async(uint32_t shared, const void* global, int bytes);
 void commit_copies();
 void wait_copies(int pending);
+// Lets the other threads run while something is not so yet.
+void wait_until(const std::function<bool()>& so);
+// Something that another thread may be waiting for has happened.
+void progressed();
 
 struct Options {
   bool early_copies = false;

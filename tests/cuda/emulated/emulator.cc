@@ -140,6 +140,12 @@ void wait_copies(int pending) {
   }
 }
 
+void wait_until(const std::function<bool()>& so) {
+  while (!so()) yield();
+}
+
+void progressed() { ++block.progress; }
+
 void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
   static std::mt19937 random;
   if (options().seed != 0) random.seed(options().seed);

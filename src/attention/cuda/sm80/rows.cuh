@@ -22,30 +22,25 @@ namespace kvtile::cuda {
 // The addresses and roles of a warp.
 template <class Config>
 struct RowsRole {
+  static constexpr int kWarpBytes = Config::kSizes.warp;
   int lane, g, c, team, team_warp, teams;
-  uint32_t bases, factor, query, ranges, scratch, table, ring;
+  const RowsMemory& memory;
+  uint32_t scratch, team_ring;  // of its team
 
-  __device__ RowsRole(uint32_t shared, int warp, int warps, int lane_id)
+  __device__ RowsRole(const RowsMemory& shared, int warp, int warps, int lane_id)
       : lane(lane_id),
         g(lane_id >> 2),
         c(lane_id & 3),
         team(warp / Config::kTeamWarps),
         team_warp(warp % Config::kTeamWarps),
         teams(warps / Config::kTeamWarps),
-        bases(shared),
-        factor(shared + 16),
-        query(shared + 32),
-        ranges(query + Config::kQueryBytes),
-        scratch(ranges + Config::kRangeBytes + team * Config::kTeamBytes),
-        table(align_up(ranges + Config::kRangeBytes + teams * Config::kTeamBytes)),
-        ring(table + Config::kTableBytes) {}
+        memory(shared) {
+    scratch = memory.teams + team * Config::kSizes.team;
+    // Computed once: the compiler would do it again for every group.
+    team_ring = __shfl_sync(~0u, memory.ring(team * Config::kTeamWarps, kWarpBytes), 0);
+  }
 
-  static __device__ uint32_t align_up(uint32_t address) {
-    return (address + Config::kTableAlignment - 1) & ~(Config::kTableAlignment - 1);
-  }
-  __device__ uint32_t own_ring() const {
-    return ring + (team * Config::kTeamWarps + team_warp) * Config::kRingBytes;
-  }
+  __device__ uint32_t own_ring() const { return team_ring + team_warp * kWarpBytes; }
   __device__ void sync_team() const {
     if constexpr (Config::kTeamWarps == 1) {
       __syncwarp();
@@ -64,50 +59,35 @@ struct RowsPipeline {
 
   const RowsParams& p;
   const RowsRole<Config>& role;
+  const RowsRange& range;
   Loader loader;
-  int position;                  // of the warp's group: its first token's distance from range.begin
-  int team_position;             // of the team's first group
-  int stride;                    // from a group to the warp's next
-  int begin;                     // range.begin
-  int end;                       // of the groups of this pipeline
-  int common_begin, common_end;  // positions every row of the tile sees
-  // Distances from range.begin of groups that every row sees whole, when there is no soft cap.
-  int fast_begin;
-  uint32_t fast_length;
+  int position;        // of the warp's group: its first token's distance from range.begin
+  int team_position;   // of the team's first group
+  int stride;          // from a group to the warp's next
+  int end;             // of the groups of this pipeline
   int careful_rounds;  // until the last careful copy has left the ring
   typename Loader::Place next;
 
   // Reads pages and starts the first copies.
   __device__ RowsPipeline(const RowsParams& params, const RowsRole<Config>& warp_role,
-                          const RowsTile& tile, const RowsRange& range, int first_group,
+                          const RowsTile& tile, const RowsRange& keys, int first_group,
                           int end_group)
       : p(params),
         role(warp_role),
-        loader(params, tile, range, warp_role.bases, end_group, warp_role.lane),
+        range(keys),
+        loader(params, tile, range, warp_role.memory.bases, end_group,
+               first_distance(range, first_group,
+                              warp_role.team * Config::kTeamWarps + warp_role.team_warp),
+               warp_role.lane),
+        position(first_distance(range, first_group,
+                                warp_role.team * Config::kTeamWarps + warp_role.team_warp)),
+        team_position(first_distance(range, first_group, warp_role.team * Config::kTeamWarps)),
         stride(warp_role.teams * Config::kTeamWarps * kRowsGroupTokens),
-        begin(range.begin),
         end(range.origin + end_group * kRowsGroupTokens - range.begin) {
-    team_position = range.origin - range.begin +
-                    (first_group + role.team * Config::kTeamWarps) * kRowsGroupTokens;
-    position = team_position + role.team_warp * kRowsGroupTokens;
-    common_begin = 0;
-    common_end = tile.first_position < 0 ? 0 : range.end;
-    if (p.a.window > 0) {
-      const int64_t last = tile.first_position + tile.num_queries - 1;
-      common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
-    }
-    if (p.a.causal) {
-      common_end = static_cast<int>(min(tile.first_position + 1, int64_t{common_end}));
-    }
-    fast_begin = max(common_begin - begin, 0);
-    const int fast_end = min(common_end - begin, end) - kRowsGroupTokens + 1;
-    fast_length = p.a.softcap > 0.0f ? 0 : static_cast<uint32_t>(max(fast_end - fast_begin, 0));
     careful_rounds = 0;
     typename Loader::Place places[kStages];
 #pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      loader.template locate<false>(position + s * stride, &places[s]);
-    }
+    for (int s = 0; s < kStages; ++s) places[s] = loader.locate(position + s * stride);
 #pragma unroll
     for (int s = 0; s < kStages - 1; ++s) {
       if (!loader.template issue<false>(position + s * stride, places[s],
@@ -125,22 +105,26 @@ struct RowsPipeline {
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
       const int ahead = position + (kStages - 1) * stride;
-      const bool fast = static_cast<uint32_t>(position - fast_begin) < fast_length &&
-                        careful_rounds <= 0 && loader.is_straight(ahead, next);
+      const bool fast = position < end && range.is_fast(position) && careful_rounds <= 0 &&
+                        loader.is_straight(ahead, next);
       --careful_rounds;
       if (__all_sync(~0u, fast)) [[likely]] {
         step<true>(state, 0, true, stage, fill, parity);
       } else {
         // A warp without a group in its team's last round sees nothing.
-        const int base = position < end ? begin + position : 0x7fffff00;
-        const bool all_visible = base >= common_begin && base + kRowsGroupTokens <= common_end;
-        step<false>(state, base, all_visible, stage, fill, parity);
+        const bool none = position >= end;
+        step<false>(state, none ? 0x7fffff00 : range.begin + position,
+                    !none && range.all_visible(position), stage, fill, parity);
       }
       parity ^= 1;
       stage = stage + Config::kStageBytes == Config::kRingBytes ? 0 : stage + Config::kStageBytes;
       fill = fill + Config::kStageBytes == Config::kRingBytes ? 0 : fill + Config::kStageBytes;
     }
     ptx::cp_async_wait<0>();
+  }
+
+  static __device__ int first_distance(const RowsRange& range, int first_group, int warp) {
+    return range.origin - range.begin + (first_group + warp) * kRowsGroupTokens;
   }
 
   // One group. kFast: every row sees all of it, no soft cap, and the next copy is straight.
@@ -155,22 +139,22 @@ struct RowsPipeline {
     float x[kTiles][4], e[kTiles][4];
     uint32_t weights[kTiles][2];
     typename RowsWarp<Config>::Slots slots;
-    state.template score<kFast>(ring + stage, role.table, role.query + 16 * role.lane, p, role.g,
-                                role.c, x, &slots);
+    state.template score<kFast>(tokens<kFast>(ring + stage), role.memory.table,
+                                role.memory.query + 16 * role.lane, p, role.g, role.c, x, &slots);
     uint32_t visible = ~0u;
-    if constexpr (kFast) {
-      state.scale_scores(x, slots);
-    } else {
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible, role.ranges + 16 * role.c,
-                                     base + role.g);
+    if constexpr (!kFast) {
+      // A stage that holds no group of this round still holds an older one, or nothing.
+      if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
+      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible,
+                                     role.memory.ranges + 16 * role.c, base + role.g);
     }
     const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
     if constexpr (Config::kTeamWarps == 1) {
       if (__any_sync(~0u, out_of_range)) [[unlikely]]
-        move(state, x, slots, visible, e);
+        move<kFast>(state, x, slots, visible, e);
       state.template pack<kMasked>(e, slots, visible, weights);
       state.template add<kMasked>(e, slots, visible);
-      state.template accumulate<kFast>(ring + stage, weights, 0, role.g, role.c);
+      accumulate<kFast>(state, ring + stage, weights);
     } else {
       // Weights change hands through shared memory; a maximum that moves moves for both.
       const uint32_t buffer = role.scratch + Config::kScratchBytes +
@@ -180,7 +164,7 @@ struct RowsPipeline {
       hand_over(mine, weights);
       if (ptx::named_barrier_or(1 + role.team, 32 * Config::kTeamWarps, out_of_range))
           [[unlikely]] {
-        move(state, x, slots, visible, e);
+        move<kFast>(state, x, slots, visible, e);
         state.template pack<true>(e, slots, visible, weights);
         hand_over(mine, weights);
         role.sync_team();
@@ -195,11 +179,34 @@ struct RowsPipeline {
           ptx::ld_shared2(buffer + t * Config::kWeightBytes + 256 * n, &packed[n][0],
                           &packed[n][1]);
         }
-        state.template accumulate<false>(
-            role.ring + (role.team * Config::kTeamWarps + t) * Config::kRingBytes + stage, packed,
-            role.team_warp, role.g, role.c);
+        accumulate<false>(state, role.team_ring + t * RowsRole<Config>::kWarpBytes + stage, packed);
       }
     }
+  }
+
+  // From what the loader noted of a stage's rows.
+  template <bool kPresent>
+  static __device__ uint32_t row_offset(uint32_t note) {
+    return kPresent ? note : note & 0x7fffffffu;
+  }
+  template <bool kPresent>
+  __device__ typename RowsWarp<Config>::Tokens tokens(uint32_t stage) const {
+    const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 4 * role.g;
+    const uint32_t note[2] = {ptx::ld_shared(notes), ptx::ld_shared(notes + 32)};
+    return {{stage + row_offset<kPresent>(note[0]), stage + row_offset<kPresent>(note[1])},
+            {static_cast<int>(note[0]) < 0, static_cast<int>(note[1]) < 0}};
+  }
+  template <bool kPresent>
+  __device__ void accumulate(RowsWarp<Config>& state, uint32_t stage,
+                             const uint32_t (&weights)[Config::kTiles][2]) const {
+    const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 8 * role.c;
+    uint32_t rows[4];
+    ptx::ld_shared2(notes, &rows[0], &rows[1]);
+    ptx::ld_shared2(notes + 32, &rows[2], &rows[3]);
+    const uint32_t first = stage + RowsWarp<Config>::value_offset(role.team_warp, role.g);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows[i] = first + row_offset<kPresent>(rows[i]);
+    state.accumulate(rows, weights, role.g);
   }
 
   template <bool kFast>
@@ -208,12 +215,14 @@ struct RowsPipeline {
       careful_rounds = kStages;
     }
     ptx::cp_async_commit();
-    loader.template locate<kFast>(position + kStages * stride, &next);
+    next = loader.locate(position + kStages * stride);
   }
 
-  __device__ void move(RowsWarp<Config>& state, const float (&x)[Config::kTiles][4],
+  template <bool kFast>
+  __device__ void move(RowsWarp<Config>& state, float (&x)[Config::kTiles][4],
                        const typename RowsWarp<Config>::Slots& slots, uint32_t visible,
                        float (&e)[Config::kTiles][4]) {
+    if constexpr (kFast) state.scale_scores(x, slots);
     state.rescale(x, slots, role.scratch, role.team_warp, role.g, role.c,
                   [this] { role.sync_team(); });
     state.template exponentials<true>(x, slots, visible, e);
@@ -228,14 +237,13 @@ struct RowsPipeline {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
+__global__ void __launch_bounds__(Config::kMaxThreads, 1)
     rows_kernel(const __grid_constant__ RowsParams p) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
   // Kept out of the registers of the main loop.
   __shared__ RowsTile tile;
   __shared__ RowsRange range;
   const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const RowsRole<Config> role(ptx::shared_address(shared_memory), warp, warps, threadIdx.x & 31);
+  const RowsRole<Config> role(p.memory, warp, warps, threadIdx.x & 31);
 
   // Heads vary fastest: neighbouring heads of a token share sectors.
   uint32_t block = blockIdx.x;
@@ -243,19 +251,25 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
   block /= p.a.cache.num_kv_heads;
   const int split = block % p.plan.num_states();
   block /= p.plan.num_states();
+  if (warp != 0)
+    fill_key_table<Config::kKey>(p, role.memory.table, threadIdx.x - 32, blockDim.x - 32);
+#if __CUDA_ARCH__ >= 900
+  // Nothing before this is read from memory. Combine may settle where blocks leave room.
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+#endif
   if (warp == 0) {
     const RowsTile found =
         find_rows_tile(p, block / p.plan.num_subtiles, block % p.plan.num_subtiles, role.lane);
     if (role.lane == 0) {
       tile = found;
-      ptx::st_shared(role.factor + 4, 0);
+      ptx::st_shared(role.memory.factor + 4, 0);
       range = rows_packed_range(p, found, split);
-      ptx::st_shared_u64(role.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
-      ptx::st_shared_u64(role.bases + 8, reinterpret_cast<uint64_t>(
-                                             p.a.cache.pages + kv_head * p.a.cache.stride_head));
+      ptx::st_shared_u64(role.memory.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
+      ptx::st_shared_u64(
+          role.memory.bases + 8,
+          reinterpret_cast<uint64_t>(p.a.cache.pages + kv_head * p.a.cache.stride_head));
     }
-  } else {
-    fill_key_table<Config::kKey>(p, role.table, threadIdx.x - 32, blockDim.x - 32);
   }
   __syncthreads();
   if (tile.num_queries <= 0) return;
@@ -275,21 +289,17 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
 
   const int epoch_groups = warps * (kRowsEpochTokens / kRowsGroupTokens);
   RowsWarp<Config> state;
-  QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
+  constexpr int kMostRows = (Config::kRows - 1) / rows_min_warps(kRowsWide) + 1;
+  QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, kv_head, warp, warps,
+                                                                role.lane);
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      queries.template prepare<Config::kKey>(p, tile, role.query, role.ranges, role.factor, warp,
-                                             warps, role.lane);
-      state.factor = ptx::ld_shared_float(role.factor);
-      if constexpr (Config::kQueryInRegisters) {
-#pragma unroll
-        for (int u = 0; u < Config::kHeadDim / 16 * Config::kTiles; ++u) {
-          ptx::ld_shared2(role.query + u / 2 * 512 + 16 * role.lane + u % 2 * 8,
-                          &state.query[2 * u], &state.query[2 * u + 1]);
-        }
-      }
+      queries.template prepare<Config::kKey>(p, tile, role.memory.query, role.memory.ranges,
+                                             role.memory.factor, role.lane);
+      state.factor = ptx::ld_shared_float(role.memory.factor);
+      state.load_queries(role.memory.query + 16 * role.lane);
     }
     state.reset();
     pipeline.run(state);
@@ -298,11 +308,9 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinBlocks)
 
     // Rings are idle once every warp is here.
     __syncthreads();
-    state.store_state(role.ring +
-                      (role.team * Config::kTeamWarps + role.team_warp) * Config::kStateBytes +
-                      4 * role.lane);
+    state.store_state(role.own_ring() + 4 * role.lane);
     __syncthreads();
-    merge_teams<Config>(role.ring, role.teams, partial, tile, first > range.first_group, warp,
+    merge_teams<Config>(role.memory, role.teams, partial, tile, first > range.first_group, warp,
                         warps, role.lane);
     __syncthreads();
   }

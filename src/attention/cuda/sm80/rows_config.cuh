@@ -10,6 +10,13 @@
 
 namespace kvtile::cuda {
 
+// The architecture that device code is compiled for; host code reads no size that depends on it.
+#if defined(__CUDA_ARCH__)
+inline constexpr bool kRowsWide = rows_wide_table(__CUDA_ARCH__ / 10);
+#else
+inline constexpr bool kRowsWide = true;
+#endif
+
 // kTiles: MMA column tiles (8 rows). A team of one, two or four warps shares its rows: each warp
 // scores its own 16 tokens and accumulates its share of the value dimensions for the tokens of the
 // whole team.
@@ -31,23 +38,16 @@ struct RowsConfig {
   // FP8 slots are whole words, and read as such; rows of pools that are not are moved by half
   // words.
   static constexpr int kSlotAlignment = rows_slot_alignment(kKeyCode);
+  static constexpr RowsSizes kSizes = rows_sizes(kFormat, kRows, kRowsWide);
   static constexpr int kGranules = rows_granules(kSlotBytes);
-  static constexpr int kRowLanes = rows_row_lanes(kSlotBytes);
   static constexpr int kPitch = rows_pitch(kSlotBytes);
   static constexpr int kStages = rows_stages(kDim);
   static constexpr int kStageBytes = rows_stage_bytes(kSlotBytes);
   static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kTableBytes = rows_table_bytes(kKeyCode);
-  static constexpr uint32_t kTableAlignment = rows_table_alignment(kKeyCode);
-  static constexpr int kQueryBytes = kRows * kDim * 2;
-  static constexpr int kRangeBytes = kRows * 8;
   static constexpr int kScratchBytes = rows_team_scratch_bytes(kDim, kRows);
-  static constexpr int kTeamBytes = rows_team_bytes(kDim, kRows);
   static constexpr int kWeightBytes = kTiles * 256;  // of one warp and group
-  static constexpr int kStateBytes = rows_state_bytes(kDim, kRows);
   static constexpr bool kQueryInRegisters = kDim * kTiles <= 128;
   static constexpr int kMaxThreads = 32 * rows_max_warps(kDim, kRows);
-  static constexpr int kMinBlocks = rows_blocks_per_sm(kDim, kRows);
 };
 
 }  // namespace kvtile::cuda

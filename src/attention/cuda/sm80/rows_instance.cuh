@@ -1,21 +1,25 @@
 // The body of an instance file: KVTILE_ROWS_INSTANCE(key code, value code, head_dim).
 #pragma once
 
+#include "src/attention/cuda/rows_start.cuh"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/attention/cuda/sm90/rows_pages.cuh"
 
 namespace kvtile::cuda {
 
 template <class Config>
 cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& residency,
                                int64_t blocks, cudaStream_t stream) {
-  const auto kernel = rows_kernel<Config>;
+  void (*kernel)(RowsParams) = rows_kernel<Config>;
+  if constexpr (Config::kTiles == 1) {
+    if (params.plan.pages) kernel = rows_pages_kernel<Config>;
+  }
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, residency.shared_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), 32 * residency.warps,
-           static_cast<size_t>(residency.shared_bytes), stream>>>(params);
-  return cudaGetLastError();
+  return launch_rows_kernel(kernel, params, blocks, 32 * residency.warps, residency.shared_bytes,
+                            stream);
 }
 
 template <KeyCode kKey, ValueCode kValue, int kHeadDim>

@@ -11,10 +11,24 @@
 
 namespace kvtile::cuda {
 
-// The keys of a block: positions [begin, end), in groups of 16 counted from `origin`.
+// The keys of a block: positions [begin, end), in groups of 16 counted from `origin`. Distances are
+// counted from `begin`.
 struct RowsRange {
   int origin, begin, end;
   int first_group, end_group;
+  int to_table;                  // from a distance to a place in the table row
+  int common_begin, common_end;  // positions every row of the tile sees
+  // Distances of groups that every row sees whole, when there is no soft cap.
+  int fast_begin;
+  uint32_t fast_length;
+
+  __device__ bool is_fast(int distance) const {
+    return static_cast<uint32_t>(distance - fast_begin) < fast_length;
+  }
+  __device__ bool all_visible(int distance) const {
+    const int position = begin + distance;
+    return position >= common_begin && position + kRowsGroupTokens <= common_end;
+  }
 };
 
 __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTile& tile,
@@ -35,82 +49,108 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
     range.first_group = static_cast<int>(min(int64_t{split} * share, int64_t{groups}));
     range.end_group = min(range.first_group + share, groups);
   }
+  range.to_table =
+      static_cast<int>(max(int64_t{range.begin} - tile.table_position, int64_t{-0x40000000}));
+  range.common_end = tile.first_position < 0 ? 0 : range.end;
+  if (p.a.window > 0) range.common_begin = static_cast<int>(max(last - p.a.window + 1, int64_t{0}));
+  if (p.a.causal) {
+    range.common_end = static_cast<int>(min(tile.first_position + 1, int64_t{range.common_end}));
+  }
+  range.fast_begin = max(range.common_begin - range.begin, 0);
+  const int fast_end = range.common_end - range.begin - kRowsGroupTokens + 1;
+  if (!(p.a.softcap > 0.0f)) {
+    range.fast_length = static_cast<uint32_t>(max(fast_end - range.fast_begin, 0));
+  }
   return range;
 }
 
 // Copies groups of packed slots into a warp's ring. The page of a group is read one group ahead of
-// its copy. When a page holds whole groups, a full group is copied straight: lane l of a pass takes
-// one granule of row l / kRowLanes, so that a row is one or two lines to the memory system. Groups
-// that are cut by the range, straddle pages, lack one or touch the pool's ends take the careful
-// path, where lane (g, c) takes granules c, c + 4, ... of tokens g and g + 8. Groups are named by
-// the distance of their first token from range.begin.
+// its copy. When a page holds whole groups, a full group is copied straight: neighbouring lanes
+// take neighbouring granules, so that a row is one or two lines to the memory system. Groups that
+// are cut by the range, straddle pages, lack one or touch the pool's ends take the careful path,
+// where lane (g, c) takes granules c, c + 4, ... of tokens g and g + 8. Groups are named by the
+// distance of their first token from range.begin.
 template <class Config>
 struct RowsLoader {
-  static constexpr int kRowLanes = Config::kRowLanes;
+  // Granules of a row that a pass copies, and the rows it copies them of. A few granules more than
+  // half a warp are copied as sixteen, and the rest of all rows by itself.
+  static constexpr bool kRest = Config::kGranules > 16 && Config::kGranules <= 20;
+  static constexpr int kRowLanes = kRest ? 16 : Config::kGranules;
   static constexpr int kPassRows = 32 / kRowLanes;
-  static constexpr int kPasses = kRowsGroupTokens / kPassRows;
+  static constexpr int kRestLanes = kRest ? Config::kGranules - 16 : 1;
 
-  // Pages of the group's tokens g and g + 8 and where the tokens lie in them. Whole groups have one
-  // page, page[0], and offset[0] is that of the group's first token.
+  // Page of a group's first token, and where the token lies in it. Groups past the range have page
+  // 0, groups without a page -1, and only one that lies in a whole page of its own is copied from
+  // here.
   struct Place {
-    int page[2];
-    uint32_t offset[2];
+    int page;
+    uint32_t offset;
   };
 
   const RowsParams& p;
-  uint32_t bases;       // shared address of the sequence's table row and the head's first slot
-  int span;             // tokens from range.begin that this block copies
-  int to_table;         // from a distance to a place in the table row
-  uint32_t lane_bytes;  // of the lane's row and granule, to the group's first slot
-  uint32_t lane_row;    // the same in a stage
+  uint32_t bases;         // shared address of the sequence's table row and the head's first slot
+  int span;               // tokens from range.begin that this block copies
+  int to_table;           // from a distance to a place in the table row
+  int index;              // in the table row, of the group that is located next
+  uint32_t offset;        // of that group in its page
+  uint32_t lane_offset;   // of the lane's row and granule from the group's first slot
+  uint32_t lane_target;   // the same in a stage
+  uint32_t token_offset;  // of token lane mod 16
   int lane;
   bool straight_groups;
 
+  // `distance` is that of the first group to be located.
   __device__ RowsLoader(const RowsParams& params, const RowsTile& tile, const RowsRange& range,
-                        uint32_t shared_bases, int end_group, int lane_id)
+                        uint32_t shared_bases, int end_group, int distance, int lane_id)
       : p(params), bases(shared_bases), lane(lane_id) {
-    straight_groups = p.whole_groups && (tile.table_position & (kRowsGroupTokens - 1)) == 0;
-    lane_bytes =
-        lane / kRowLanes * static_cast<uint32_t>(p.a.cache.stride_token) + 16 * (lane % kRowLanes);
-    lane_row = lane / kRowLanes * Config::kPitch + 16 * (lane % kRowLanes);
+    // Slots that are read as whole words must lie on them.
+    const int64_t strides = p.a.cache.stride_block | p.a.cache.stride_token | p.a.cache.stride_head;
+    straight_groups = p.whole_groups && (tile.table_position & (kRowsGroupTokens - 1)) == 0 &&
+                      strides % Config::kSlotAlignment == 0;
+    const auto stride = static_cast<uint32_t>(p.a.cache.stride_token);
+    // Computed once: the compiler would do it again for every group.
+    lane_offset = keep(lane / kRowLanes * stride + 16 * (lane % kRowLanes));
+    lane_target = keep(lane / kRowLanes * Config::kPitch + 16 * (lane % kRowLanes));
+    token_offset = keep((lane & 15) * stride);
     const int64_t end =
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens);
     span = static_cast<int>(end - range.begin);
-    to_table =
-        static_cast<int>(max(int64_t{range.begin} - tile.table_position, int64_t{-0x40000000}));
+    to_table = range.to_table;
+    const int at = distance + to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
+    index = at >= 0 ? at / block : -((block - 1 - at) / block);
+    offset = at - index * block;
   }
+
+  __device__ uint32_t keep(uint32_t x) const { return __shfl_sync(~0u, x, lane); }
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
-  __device__ void locate_token(int distance, bool seen, const int32_t* table_row, int* page,
-                               uint32_t* offset) const {
-    const int at = distance + to_table;
-    const uint32_t index = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
-    *offset = at - index * p.a.cache.block_divisor.divisor;
-    *page = seen ? -1 : 0;
-    if (seen && at >= 0 && index < p.table_pages) *page = __ldg(table_row + index);
+  __device__ const int32_t* table_row() const {
+    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases));
   }
 
-  // A token that is not seen has no page read for it. kFast: straight_groups holds.
-  template <bool kFast>
-  __device__ void locate(int distance, Place* place) const {
-    const auto* table_row = reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases));
-    if (kFast || straight_groups) {
-      locate_token(distance, distance < span, table_row, &place->page[0], &place->offset[0]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = distance + (lane >> 2) + 8 * i;
-        locate_token(at, sees(at), table_row, &place->page[i], &place->offset[i]);
-      }
+  // Reads the page of the warp's next group, which is at `distance`. A group that is not seen has
+  // no page read for it.
+  __device__ Place locate(int distance) {
+    Place place = {0, offset};
+    if (distance < span && straight_groups) {
+      place.page = -1;
+      if (static_cast<uint32_t>(index) < p.table_pages) place.page = __ldg(table_row() + index);
     }
+    index += p.step_pages;
+    offset += p.step_tokens;
+    if (offset >= p.a.cache.block_divisor.divisor) {
+      offset -= p.a.cache.block_divisor.divisor;
+      ++index;
+    }
+    return place;
   }
 
   // Whether issue<true>() serves the group: one whole page's, clear of the pool's ends, or past the
   // range.
   __device__ bool is_straight(int distance, const Place& place) const {
     const bool cut = distance < 0 || static_cast<uint32_t>(distance - (span - 15)) < 15u;
-    return straight_groups && !cut && static_cast<uint32_t>(place.page[0]) < p.straight_pages;
+    return straight_groups && !cut && static_cast<uint32_t>(place.page) < p.straight_pages;
   }
 
   // False after a careful copy, whose rows may be marked as missing.
@@ -119,13 +159,8 @@ struct RowsLoader {
     if constexpr (!kFast) {
       if (!__all_sync(~0u, is_straight(distance, place))) {
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-          const int token = (lane >> 2) + 8 * i;
-          copy_carefully(straight_groups || i == 0 ? place.page[0] : place.page[1],
-                         straight_groups ? place.offset[0] + token
-                         : i == 0        ? place.offset[0]
-                                         : place.offset[1],
-                         sees(distance + token), stage, token);
+        for (int token = lane >> 2; token < kRowsGroupTokens; token += 8) {
+          copy_carefully(distance + token, stage, token);
         }
         return false;
       }
@@ -133,32 +168,33 @@ struct RowsLoader {
     const uint32_t stride = static_cast<uint32_t>(p.a.cache.stride_token);
     const uint64_t first =
         ptx::ld_shared_u64(bases + 8) +
-        static_cast<uint32_t>(place.page[0]) * static_cast<uint64_t>(p.a.cache.stride_block) +
-        static_cast<uint64_t>(place.offset[0]) * stride;
-    if (lane % kRowLanes < Config::kGranules && distance < span) {
-      const uint32_t row = stage + lane_row;
-      if (p.steady_phase) {
-        // Rows of even passes start alike within their granules, and so do those of odd ones.
-        uint64_t source[2] = {first + lane_bytes, first + lane_bytes + kPassRows * stride};
-        source[0] &= ~uint64_t{15};
-        source[1] &= ~uint64_t{15};
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          ptx::cp_async16(row + pass * kPassRows * Config::kPitch, source[pass % 2]);
-          source[pass % 2] += 2 * kPassRows * stride;
-        }
-      } else {
-        uint64_t source = first + lane_bytes;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          ptx::cp_async16(row + pass * kPassRows * Config::kPitch, source & ~uint64_t{15});
-          source += kPassRows * stride;
-        }
+        static_cast<uint64_t>(static_cast<uint32_t>(place.page)) * p.page_stride +
+        static_cast<uint64_t>(place.offset) * stride;
+    if (distance < span) {
+      copy_rows<kRowLanes>(first + lane_offset, stage + lane_target, lane / kRowLanes);
+      if constexpr (kRest) {
+        const int row = lane / kRestLanes, at = 16 * (16 + lane % kRestLanes);
+        copy_rows<kRestLanes>(first + row * stride + at, stage + row * Config::kPitch + at, row);
       }
     }
     // Two lanes a token write the same word.
-    note(stage, lane & 15, (static_cast<uint32_t>(first) + (lane & 15) * stride) & 15);
+    note(stage, lane & 15, (static_cast<uint32_t>(first) + token_offset) & 15);
     return true;
+  }
+
+  // Granules of every row, `kLanes` of each: the lane's are at `source`, of `row` and what follows.
+  template <int kLanes>
+  __device__ void copy_rows(uint64_t source, uint32_t target, int row) const {
+    constexpr int kRows = 32 / kLanes, kPasses = (kRowsGroupTokens - 1) / kRows + 1;
+    const uint32_t step = kRows * static_cast<uint32_t>(p.a.cache.stride_token);
+    if (row >= kRows) return;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass * kRows + kRows <= kRowsGroupTokens || pass * kRows + row < kRowsGroupTokens) {
+        ptx::cp_async16(target + pass * kRows * Config::kPitch, source & ~uint64_t{15});
+      }
+      source += step;
+    }
   }
 
   // Where the token's slot starts in its stage; the top bit marks a visible token without a page.
@@ -167,15 +203,25 @@ struct RowsLoader {
                    token * Config::kPitch + phase);
   }
 
-  __device__ void copy_carefully(int page, uint32_t offset, bool seen, uint32_t stage,
-                                 int token) const {
+  // The token's page, or -1; `slot` is the token's place in it.
+  __device__ int page_of(int distance, uint32_t* slot) const {
+    const int at = distance + to_table;
+    const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
+    *slot = at - block * p.a.cache.block_divisor.divisor;
+    return at >= 0 && block < p.table_pages ? __ldg(table_row() + block) : -1;
+  }
+
+  // By the four lanes of a token.
+  __device__ void copy_carefully(int distance, uint32_t stage, int token) const {
     const int c = lane & 3;
     const uint32_t row = stage + token * Config::kPitch;
-    uint32_t phase = 0;
-    if (seen && static_cast<uint32_t>(page) < p.pool_pages) {
+    const bool seen = sees(distance);
+    uint32_t phase = 0, slot_index = 0;
+    const int page = seen ? page_of(distance, &slot_index) : -1;
+    if (static_cast<uint32_t>(page) < p.pool_pages) {
       const auto* slot = reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(bases + 8)) +
                          static_cast<uint32_t>(page) * p.a.cache.stride_block +
-                         offset * p.a.cache.stride_token;
+                         slot_index * p.a.cache.stride_token;
       phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(slot)) & 15;
       const std::byte* aligned = slot - phase;
       const bool inside = aligned >= p.a.cache.pages &&

@@ -23,21 +23,34 @@ inline constexpr bool kRotatedKeys = !is_fp8(kKey);
 template <KeyCode kKey>
 inline constexpr int kKeyBits = key_bits(kKey);
 
+// Entry of a byte of codes: for every 4-bit pair its levels; in the wide table of 3-bit codes, the
+// pair in the byte's lower bits, and 128 bytes on the one in its upper bits.
 template <KeyCode kKey>
 __device__ inline void fill_key_table(const RowsParams& p, uint32_t table, int thread,
                                       int threads) {
   if constexpr (kRotatedKeys<kKey>) {
     constexpr int kBits = kKeyBits<kKey>;
+    constexpr int kHalves = kRowsWide && kBits == 3 ? 2 : 1;
+    constexpr int kEntries = kRowsWide ? 256 * kHalves : 1 << (2 * kBits);
     const auto level = [&](uint32_t code) {
       return (p.levels[(code >> 1) & 7] >> (16 * (code & 1))) & 0xffffu;
     };
     // Eight threads an entry, 16 bytes each.
-    for (int i = thread; i < (8 << (2 * kBits)); i += threads) {
+    for (int i = thread; i < 8 * kEntries; i += threads) {
       const uint32_t entry = i >> 3;
-      const uint32_t pair = level(entry & ((1 << kBits) - 1)) | (level(entry >> kBits) << 16);
-      ptx::st_shared4(table + 16 * i, pair, pair, pair, pair);
+      const uint32_t codes = entry / kHalves >> (2 * (entry % kHalves));
+      const uint32_t pair =
+          level(codes & ((1 << kBits) - 1)) | (level((codes >> kBits) & ((1 << kBits) - 1)) << 16);
+      const uint32_t at = kRowsWide && kHalves == 1 ? 256 * entry : 128 * entry;
+      ptx::st_shared4(table + at + 16 * (i & 7), pair, pair, pair, pair);
     }
   }
+}
+
+// Byte kByte of `codes` under the address of the lane's entry 0: the address of its entry.
+template <int kByte>
+__device__ inline uint32_t wide_entry(uint32_t codes, uint32_t lane_table) {
+  return ptx::prmt(codes, lane_table, 0x7604 | kByte << 4);
 }
 
 // Place of a query dimension in the B fragments: step k, lane column c, register, half.
@@ -62,10 +75,12 @@ struct RowsKeys<KeyCode::kLloydMax4, kDim> {
   }
 
   __device__ uint32_t look_up_low(uint32_t half) const {
-    return ptx::ld_shared(ptx::mad(half & 0xff, 128, lane_table));
+    return ptx::ld_shared(kRowsWide ? wide_entry<0>(half, lane_table)
+                                    : ptx::mad(half & 0xff, 128, lane_table));
   }
   __device__ uint32_t look_up_high(uint32_t half) const {
-    return ptx::ld_shared(ptx::mad(half >> 8, 128, lane_table));
+    return ptx::ld_shared(kRowsWide ? wide_entry<1>(half, lane_table)
+                                    : ptx::mad(half >> 8, 128, lane_table));
   }
 
   __device__ void load(uint32_t key0, uint32_t key1, int block, uint32_t (&a)[2][4]) const {
@@ -99,17 +114,31 @@ struct RowsKeys<KeyCode::kLloydMax3, kDim> {
 
   template <int kPair>
   __device__ uint32_t look_up(const uint32_t (&words)[4]) const {
-    constexpr int kBit = 6 * kPair % 32;
-    const uint32_t low = words[6 * kPair / 32], high = words[6 * kPair / 32 + 1];
-    uint32_t shifted;
-    if constexpr (kBit < 7) {
-      shifted = low << (7 - kBit);
-    } else if constexpr (kBit + 6 <= 32) {
-      shifted = low >> (kBit - 7);
+    if constexpr (kRowsWide) {
+      // Pairs 0 and 3 of every 24 bits lie in a byte; 4 bits on, so do pairs 1 and 2.
+      constexpr int kInner = (kPair + 1) % 4 / 2, kUnitBit = kPair / 4 * 24;
+      constexpr int kStart = kInner != 0 ? kUnitBit + 4 : kUnitBit + kPair % 4 / 3 * 16;
+      constexpr int kWord = kStart / 32, kShift = kStart % 32;
+      const uint32_t codes = kInner == 0 ? words[kWord]
+                             : kShift + 14 <= 32
+                                 ? words[kWord] >> kShift
+                                 : shift_words(words[kWord], words[kWord + 1], kShift);
+      constexpr int kByte = kInner != 0 ? kPair % 2 == 0 : kShift / 8;
+      constexpr int kHalf = kPair % 2 * 128;
+      return ptx::ld_shared(wide_entry<kByte>(codes, lane_table) + kHalf);
     } else {
-      shifted = shift_words(low, high, kBit - 7);
+      constexpr int kBit = 6 * kPair % 32;
+      const uint32_t low = words[6 * kPair / 32], high = words[6 * kPair / 32 + 1];
+      uint32_t shifted;
+      if constexpr (kBit < 7) {
+        shifted = low << (7 - kBit);
+      } else if constexpr (kBit + 6 <= 32) {
+        shifted = low >> (kBit - 7);
+      } else {
+        shifted = shift_words(low, high, kBit - 7);
+      }
+      return ptx::ld_shared(and_or(shifted, 0x1f80, lane_table));
     }
-    return ptx::ld_shared(and_or(shifted, 0x1f80, lane_table));
   }
 
   template <int kPair>
@@ -193,23 +222,25 @@ __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
   }
 }
 
-// The tile's queries: read at once, then made into fp16 B fragments [pair of (step, tile of 8
-// rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to a largest
-// element in [8, 16); with the rows' visible [begin, end) and the factor from dot products to log2
-// units. The whole block takes part, at least four warps; prepare() ends with a barrier, and the
-// word after `factor` was zeroed behind one.
-template <int kDim, int kRows>
+// Queries of a tile for one KV head: read at once, then made into fp16 B fragments [pair of (step,
+// tile of 8 rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to
+// a largest element in [8, 16); with the rows' visible [begin, end), if `ranges` is not 0, and the
+// factor from dot products to log2 units. A warp takes rows first, first + step, ..., at most
+// kMost. The whole block takes part: prepare() ends with a barrier, and the word after `factor` was
+// zeroed behind one.
+template <int kDim, int kRows, int kMost>
 struct QueryRows {
-  static constexpr int kMost = kRows / kRowsMinWarps;
+  int first, step;
   float x[kMost][kDim / 32];
 
-  __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int warp, int warps,
-                       int lane) {
+  __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int first_row,
+                       int row_step, int lane)
+      : first(first_row), step(row_step) {
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const int row = warp + i * warps;
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) x[i][k] = 0.0f;
+      const int row = first + i * step;
       if (row < tile.num_rows()) {
         load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
       }
@@ -218,10 +249,11 @@ struct QueryRows {
 
   template <KeyCode kKey>
   __device__ void prepare(const RowsParams& p, const RowsTile& tile, uint32_t fragments,
-                          uint32_t ranges, uint32_t factor, int warp, int warps, int lane) {
+                          uint32_t ranges, uint32_t factor, int lane) {
     float top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
+      if (first + i * step >= tile.num_rows()) break;
       if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x[i], lane);
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) {
@@ -242,21 +274,23 @@ struct QueryRows {
     if (p.a.softmax_scale < 0.0f) up = -up;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const int row = warp + i * warps;
+      const int row = first + i * step;
       if (row >= kRows) break;
       bool finite = true;
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) finite = finite && fabsf(x[i][k]) < INFINITY;
       finite = __all_sync(~0u, finite);
+      // Places are worked out for each row: for all at once they would not fit the registers.
+      const int mine = __shfl_sync(~0u, lane, lane);
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) {
-        const FragmentPlace at = RowsKeys<kKey, kDim>::place(lane + 32 * k);
+        const FragmentPlace at = RowsKeys<kKey, kDim>::place(mine + 32 * k);
         const int unit = at.step * (kRows / 8) + row / 8;
         ptx::st_shared_u16(fragments + unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) +
                                unit % 2 * 8 + 4 * at.reg + 2 * at.half,
                            finite ? float_to_half_bits(x[i][k] * up) : uint16_t{0x7e00});
       }
-      if (lane == 0) {
+      if (lane == 0 && ranges != 0) {
         int64_t begin = 0, end = 0;
         if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
         if (p.plan.raw_chunk) end = min(end, tile.cached_len);
@@ -266,7 +300,7 @@ struct QueryRows {
         ptx::st_shared2(ranges + 8 * row, word(begin), word(end));
       }
     }
-    if (warp == 0 && lane == 0) {
+    if (first == 0 && lane == 0) {
       const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
       ptx::st_shared_float(factor, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
     }

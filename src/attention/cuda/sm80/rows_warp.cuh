@@ -73,24 +73,39 @@ struct RowsWarp {
     ceiling = -1.0f;
   }
 
+  // `query_shared`: the lane's part of the fragments.
+  __device__ void load_queries(uint32_t query_shared) {
+    if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+      for (int u = 0; u < kSteps * kTiles; ++u) {
+        ptx::ld_shared2(query_shared + u / 2 * 512 + u % 2 * 8, &query[2 * u], &query[2 * u + 1]);
+      }
+    }
+  }
+
   // What a group's slots say, for the lane's tokens g and g + 8.
   struct Slots {
     float key_scale[2], value_scale[2], value_zero[2];
   };
 
-  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no row
-  // is marked as missing.
+  // Where the lane's tokens g and g + 8 lie, and whether they are visible without a page.
+  struct Tokens {
+    uint32_t slot[2];
+    bool lost[2];
+  };
+
+  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no
+  // token is lost.
   template <bool kPresent>
-  __device__ void score(uint32_t stage, uint32_t table, uint32_t query_shared, const RowsParams& p,
-                        int g, int c, float (&dot)[kTiles][4], Slots* slots) const {
-    const uint32_t rows = stage + kRowsGroupTokens * Config::kPitch;
-    const uint32_t row0 = ptx::ld_shared(rows + 4 * g), row1 = ptx::ld_shared(rows + 4 * g + 32);
-    const uint32_t slot0 = stage + slot_offset<kPresent>(row0);
-    const uint32_t slot1 = stage + slot_offset<kPresent>(row1);
+  __device__ void score(const Tokens& tokens, uint32_t table, uint32_t query_shared,
+                        const RowsParams& p, int g, int c, float (&dot)[kTiles][4],
+                        Slots* slots) const {
+    const uint32_t slot0 = tokens.slot[0], slot1 = tokens.slot[1];
     // One column tile alone would be a chain of dependent products.
     constexpr int kChains = kTiles == 1 ? 2 : 1;
     float chains[kChains][kTiles][4] = {};
-    float norm0[4] = {}, norm1[4] = {};
+    constexpr int kNorms = Config::kQueryInRegisters ? 1 : 2;
+    float norm0[kNorms][4] = {}, norm1[kNorms][4] = {};
     const Keys keys(table);
     // The loop of a wide head would not fit the instruction cache.
     constexpr int kUnroll = kDim <= 128 ? Keys::kBlocks : (Keys::kBlocks + 1) / 2;
@@ -110,11 +125,12 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2 on the diagonal of K K^T.
-          ptx::mma_m16n8k8(norm0, a[s][0], a[s][1], a[s][0]);
-          ptx::mma_m16n8k8(norm1, a[s][0], a[s][1], a[s][1]);
-          ptx::mma_m16n8k8(norm0, a[s][2], a[s][3], a[s][2]);
-          ptx::mma_m16n8k8(norm1, a[s][2], a[s][3], a[s][3]);
+          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole
+          // one would have to be moved into place.
+          ptx::mma_m16n8k8(norm0[0], a[s][0], a[s][1], a[s][0]);
+          ptx::mma_m16n8k8(norm1[0], a[s][0], a[s][1], a[s][1]);
+          ptx::mma_m16n8k8(norm0[kNorms - 1], a[s][2], a[s][3], a[s][2]);
+          ptx::mma_m16n8k8(norm1[kNorms - 1], a[s][2], a[s][3], a[s][3]);
         }
       }
     }
@@ -127,8 +143,12 @@ struct RowsWarp {
     }
 
     if constexpr (kRotatedKeys<Config::kKey>) {
-      const float square0 = (g & 1) != 0 ? norm0[1] : norm0[0];
-      const float square1 = (g & 1) != 0 ? norm1[3] : norm1[2];
+      float square0 = (g & 1) != 0 ? norm0[0][1] : norm0[0][0];
+      float square1 = (g & 1) != 0 ? norm1[0][3] : norm1[0][2];
+      if constexpr (kNorms == 2) {
+        square0 += (g & 1) != 0 ? norm0[1][1] : norm0[1][0];
+        square1 += (g & 1) != 0 ? norm1[1][3] : norm1[1][2];
+      }
       const int owner = 4 * g + (g >> 1);
       float inverse0 = ptx::rsqrt(__shfl_sync(~0u, square0, owner));
       float inverse1 = ptx::rsqrt(__shfl_sync(~0u, square1, owner));
@@ -141,8 +161,8 @@ struct RowsWarp {
     } else {
       slots->key_scale[0] = slots->key_scale[1] = factor;
     }
-    if (!kPresent && static_cast<int>(row0) < 0) slots->key_scale[0] = NAN;
-    if (!kPresent && static_cast<int>(row1) < 0) slots->key_scale[1] = NAN;
+    if (!kPresent && tokens.lost[0]) slots->key_scale[0] = NAN;
+    if (!kPresent && tokens.lost[1]) slots->key_scale[1] = NAN;
     slots->value_scale[0] = ptx::ld_shared_half(slot0 + Config::kScaleOffset);
     slots->value_scale[1] = ptx::ld_shared_half(slot1 + Config::kScaleOffset);
     slots->value_zero[0] = fmaf(slots->value_scale[0], Values::kCentre,
@@ -207,8 +227,9 @@ struct RowsWarp {
     return visible;
   }
 
-  // Exponentials of the scores, zero where the row does not see the token. Whether one of the
-  // lane's, or a value scale, is out of range; a non-finite scale asks in vain, each time it comes.
+  // Exponentials of the scores, zero where the row does not see the token; not masked, of dot
+  // products that are yet to be scaled. Whether one of the lane's, or a value scale, is out of
+  // range; a non-finite scale asks in vain, each time it comes.
   template <bool kMasked>
   __device__ bool exponentials(const float (&x)[kTiles][4], const Slots& slots, uint32_t visible,
                                float (&e)[kTiles][4]) const {
@@ -217,7 +238,8 @@ struct RowsWarp {
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        e[n][i] = ptx::ex2(x[n][i] - offset[n][i % 2]);
+        e[n][i] = ptx::ex2(kMasked ? x[n][i] - offset[n][i % 2]
+                                   : fmaf(x[n][i], slots.key_scale[i / 2], -offset[n][i % 2]));
         if (kMasked && ((visible >> (4 * n + i)) & 1) == 0) e[n][i] = 0.0f;
       }
       high = fmaxf(high, fmaxf(e[n][0] + e[n][2], e[n][1] + e[n][3]));
@@ -341,24 +363,15 @@ struct RowsWarp {
     ceiling = __any_sync(~0u, none) ? -1.0f : kRowsWeightLimit;
   }
 
-  // Where a row's slot starts in its stage, from what the loader noted.
-  template <bool kPresent>
-  static __device__ uint32_t slot_offset(uint32_t noted) {
-    return kPresent ? noted : noted & 0x7fffffffu;
+  // The lane's place in the values of a slot.
+  static __device__ uint32_t value_offset(int team_warp, int g) {
+    return Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
   }
 
-  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions.
-  template <bool kPresent>
-  __device__ void accumulate(uint32_t stage, const uint32_t (&weights)[kTiles][2], int team_warp,
-                             int g, int c) {
-    const uint32_t rows = stage + kRowsGroupTokens * Config::kPitch;
-    uint32_t value_rows[4];
-    ptx::ld_shared2(rows + 8 * c, &value_rows[0], &value_rows[1]);
-    ptx::ld_shared2(rows + 8 * c + 32, &value_rows[2], &value_rows[3]);
-    const uint32_t lane_bytes =
-        stage + Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value_rows[i] = lane_bytes + slot_offset<kPresent>(value_rows[i]);
+  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions. `value_rows`: the lane's
+  // places in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
+  __device__ void accumulate(const uint32_t (&value_rows)[4], const uint32_t (&weights)[kTiles][2],
+                             int g) {
 #pragma unroll
     for (int block = 0; block < Values::kBlocks; ++block) {
       uint32_t a[Values::kBlockTiles][4];
@@ -455,60 +468,127 @@ struct RowsWarp {
       }
     }
   }
+
+  // Adds a stored state of the same layout to this one.
+  __device__ void merge_state(uint32_t address) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float mine[2], theirs[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float other = ptx::ld_shared_float(address + 128 * (4 * n + r));
+        const float high = fmaxf(offset[n][r], other);
+        mine[r] = state_weight(offset[n][r], high);
+        theirs[r] = state_weight(other, high);
+        offset[n][r] = high;
+        l[n][r] = fmaf(ptx::ld_shared_float(address + 128 * (4 * n + 2 + r)), theirs[r],
+                       l[n][r] * mine[r]);
+      }
+#pragma unroll
+      for (int m = 0; m < kOutTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x =
+              ptx::ld_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
+          o[m][n][i] = fmaf(x, theirs[i % 2], o[m][n][i] * mine[i % 2]);
+        }
+      }
+    }
+  }
+
+  // To a partial state, or into what it holds already. One warp has the whole state.
+  __device__ void write_state(const RowsState& partial, int num_rows, bool merge, int lane) const {
+    const int g = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = 8 * n + 2 * c + r;
+        const bool owned = row < num_rows;
+        float high = offset[n][r], sum = l[n][r], mine = 1.0f, theirs = 0.0f;
+        if (merge && owned) {
+          const float other = partial.sums[2 * row];
+          high = fmaxf(high, other);
+          mine = state_weight(offset[n][r], high);
+          theirs = state_weight(other, high);
+          sum = fmaf(partial.sums[2 * row + 1], theirs, sum * mine);
+        }
+        __syncwarp();
+        if (!owned) continue;
+#pragma unroll
+        for (int m = 0; m < kOutTiles; ++m) {
+          const int d = Values::run(m / Values::kBlockTiles, g) + 2 * (m % Values::kBlockTiles);
+          float2* out = reinterpret_cast<float2*>(partial.out + row * kDim + d);
+          float2 x = {o[m][n][r] * mine, o[m][n][r + 2] * mine};
+          if (merge) {
+            const float2 old = *out;
+            x = {fmaf(old.x, theirs, x.x), fmaf(old.y, theirs, x.y)};
+          }
+          *out = x;
+        }
+        if (g == 0) {
+          partial.sums[2 * row] = high;
+          partial.sums[2 * row + 1] = sum;
+        }
+      }
+    }
+  }
 };
 
 // The stored states of all teams, added in index order, to the partial state of the block, or into
-// what it holds already. A warp takes (warp of the team, column tile, output tile) in turn.
+// what it holds already. A warp takes (row parity, warp of the team, column tile, output tile) in
+// turn.
 template <class Config>
-__device__ void merge_teams(uint32_t states, int teams, const RowsState& partial,
+__device__ void merge_teams(const RowsMemory& memory, int teams, const RowsState& partial,
                             const RowsTile& tile, bool merge, int warp, int warps, int lane) {
   using Warp = RowsWarp<Config>;
   using Values = typename Warp::Values;
   constexpr int kTiles = Config::kTiles, kOutTiles = Warp::kOutTiles;
-  constexpr int kTeamState = Config::kTeamWarps * Config::kStateBytes;
+  constexpr int kWarpBytes = Config::kSizes.warp;
   const int g = lane >> 2, c = lane & 3;
   // Row sums first: when merging, every warp reads the old ones before one writes.
-  for (int item = warp; item < Config::kTeamWarps * kTiles * kOutTiles; item += warps) {
-    const int m = item % kOutTiles, n = item / kOutTiles % kTiles;
-    const int team_warp = item / (kOutTiles * kTiles);
-    const uint32_t state = states + team_warp * Config::kStateBytes + 4 * lane;
+  for (int item = warp; item < 2 * Config::kTeamWarps * kTiles * kOutTiles; item += warps) {
+    const int r = item % 2, m = item / 2 % kOutTiles, n = item / (2 * kOutTiles) % kTiles;
+    const int team_warp = item / (2 * kOutTiles * kTiles);
+    const int row = 8 * n + 2 * c + r;
+    if (row >= tile.num_rows()) continue;
     const int d = team_warp * Config::kWarpDims + Values::run(m / Values::kBlockTiles, g) +
                   2 * (m % Values::kBlockTiles);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 8 * n + 2 * c + r;
-      if (row >= tile.num_rows()) continue;
-      float high = merge ? partial.sums[2 * row] : -INFINITY;
-      for (int t = 0; t < teams; ++t) {
-        high = fmaxf(high, ptx::ld_shared_float(state + t * kTeamState + 128 * (4 * n + r)));
-      }
-      float2* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
-      float2 x = {0.0f, 0.0f};
-      float l = 0.0f;
-      if (merge) {
-        const float weight = state_weight(partial.sums[2 * row], high);
-        const float2 old = *out;
-        x = {old.x * weight, old.y * weight};
-        l = partial.sums[2 * row + 1] * weight;
-      }
-      for (int t = 0; t < teams; ++t) {
-        const uint32_t at = state + t * kTeamState;
-        const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
-        const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
-        l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
-        x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
-        x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
-      }
-      *out = x;
-      if (m == 0 && team_warp == 0 && g == 0) {
-        ptx::st_shared_float(states + teams * kTeamState + 8 * row, high);
-        ptx::st_shared_float(states + teams * kTeamState + 8 * row + 4, l);
-      }
+    const auto state_of = [&](int t) {
+      return memory.ring(t * Config::kTeamWarps + team_warp, kWarpBytes) + 4 * lane;
+    };
+    float high = merge ? partial.sums[2 * row] : -INFINITY;
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      high = fmaxf(high, ptx::ld_shared_float(state_of(t) + 128 * (4 * n + r)));
+    }
+    float2* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
+    float2 x = {0.0f, 0.0f};
+    float l = 0.0f;
+    if (merge) {
+      const float weight = state_weight(partial.sums[2 * row], high);
+      const float2 old = *out;
+      x = {old.x * weight, old.y * weight};
+      l = partial.sums[2 * row + 1] * weight;
+    }
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      const uint32_t at = state_of(t);
+      const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
+      const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
+      l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
+      x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
+      x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
+    }
+    *out = x;
+    if (m == 0 && team_warp == 0 && g == 0) {
+      ptx::st_shared_float(memory.sums + 8 * row, high);
+      ptx::st_shared_float(memory.sums + 8 * row + 4, l);
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 2 * tile.num_rows(); i += blockDim.x) {
-    partial.sums[i] = ptx::ld_shared_float(states + teams * kTeamState + 4 * i);
+    partial.sums[i] = ptx::ld_shared_float(memory.sums + 4 * i);
   }
 }
 

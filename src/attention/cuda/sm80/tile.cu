@@ -1,25 +1,81 @@
 // The tile engine's launch sequence and the kernels that do not depend on head_dim at compile time.
 #include <algorithm>
+#include <cmath>
 
 #include "src/attention/cuda/sm80/tile.h"
+#include "src/attention/cuda/sm80/tile_fill.cuh"
 #include "src/attention/cuda/sm80/tile_prepare.cuh"
 #include "src/codec/codebook.h"
 
 namespace kvtile::cuda {
 namespace {
 
+#define KVTILE_RETURN_IF_CUDA_ERROR(expr)                                     \
+  do {                                                                        \
+    if (const cudaError_t error = (expr); error != cudaSuccess) return error; \
+  } while (0)
+
 template <int kKeyBits, int kValueBits>
-cudaError_t launch_fill(const TileParams& params, int context_group, int step,
+auto fill_kernel(int head_dim) {
+  return head_dim == 64    ? tile_fill_kernel<kKeyBits, kValueBits, 64>
+         : head_dim == 128 ? tile_fill_kernel<kKeyBits, kValueBits, 128>
+                           : tile_fill_kernel<kKeyBits, kValueBits, 256>;
+}
+
+template <int kKeyBits, int kValueBits>
+size_t fill_bytes(const TilePlan& plan) {
+  return fill_dynamic_bytes(kKeyBits, fill_format(kKeyBits, kValueBits, plan.head_dim).slot_bytes(),
+                            plan.contexts);
+}
+
+// Raises the kernel's shared memory limit; the launches come after it.
+template <int kKeyBits, int kValueBits>
+cudaError_t prepare_fill(const TilePlan& plan) {
+  return cudaFuncSetAttribute(fill_kernel<kKeyBits, kValueBits>(plan.head_dim),
+                              cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(fill_bytes<kKeyBits, kValueBits>(plan)));
+}
+
+template <int kKeyBits, int kValueBits>
+cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early,
                         cudaStream_t stream) {
   const TilePlan& plan = params.plan;
-  const dim3 grid(static_cast<unsigned>(plan.image_blocks()), static_cast<unsigned>(plan.contexts));
-  const size_t shared =
-      size_t{4} * kBlockTokens * DequantShared<kKeyBits, kValueBits>::pitch(plan.head_dim);
-  const auto kernel = plan.head_dim == 64    ? tile_fill_kernel<kKeyBits, kValueBits, 64>
-                      : plan.head_dim == 128 ? tile_fill_kernel<kKeyBits, kValueBits, 128>
-                                             : tile_fill_kernel<kKeyBits, kValueBits, 256>;
-  kernel<<<grid, image_threads(plan.head_dim), shared, stream>>>(params, context_group, step);
-  return cudaGetLastError();
+  const int sms = early ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
+  const int blocks =
+      std::min(sms * fill_blocks_of_sm(plan.head_dim), plan.contexts * plan.image_blocks());
+  const size_t shared = fill_bytes<kKeyBits, kValueBits>(plan);
+  return launch_kernel(fill_kernel<kKeyBits, kValueBits>(plan.head_dim),
+                       dim3(static_cast<unsigned>(blocks)), fill_threads(plan.head_dim), shared,
+                       early, stream, params, at);
+}
+
+struct FillOfFormat {
+  cudaError_t (*prepare)(const TilePlan& plan);
+  cudaError_t (*launch)(const TileParams& params, const TileStep& at, bool early,
+                        cudaStream_t stream);
+};
+
+template <int kKeyBits, int kValueBits>
+FillOfFormat fill_of_bits() {
+  return {prepare_fill<kKeyBits, kValueBits>, launch_fill<kKeyBits, kValueBits>};
+}
+
+FillOfFormat fill_of(const SlotFormat& format) {
+  return is_fp8(format.key)              ? fill_of_bits<8, 4>()
+         : key_bits(format.key) == 4     ? fill_of_bits<4, 4>()
+         : value_bits(format.value) == 4 ? fill_of_bits<3, 4>()
+                                         : fill_of_bits<3, 3>();
+}
+
+// The step after `at` in the order of a call: steps, then row chunks, then context groups.
+TileStep step_after(const TilePlan& plan, TileStep at) {
+  at.buffer = (at.buffer + 1) % plan.buffers;
+  if (++at.step < plan.num_steps) return at;
+  at.step = 0;
+  if (++at.row_chunk < plan.row_chunks) return at;
+  at.row_chunk = 0;
+  ++at.context_group;
+  return at;
 }
 
 }  // namespace
@@ -39,14 +95,9 @@ cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-cudaError_t launch_tile_fill(const TileParams& params, int context_group, int step,
+cudaError_t launch_tile_fill(const TileParams& params, const TileStep& at, bool early,
                              cudaStream_t stream) {
-  const SlotFormat& format = params.format;
-  const auto launch = is_fp8(format.key)              ? launch_fill<8, 4>
-                      : key_bits(format.key) == 4     ? launch_fill<4, 4>
-                      : value_bits(format.value) == 4 ? launch_fill<3, 4>
-                                                      : launch_fill<3, 3>;
-  return launch(params, context_group, step, stream);
+  return fill_of(params.format).launch(params, at, early, stream);
 }
 
 TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, void* workspace) {
@@ -59,31 +110,35 @@ TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, voi
   params.workspace = static_cast<std::byte*>(workspace);
   if (params.format.rotated()) {
     const Codebook book = make_codebook(params.format.key, params.format.head_dim);
-    std::copy(std::begin(book.levels), std::end(book.levels), std::begin(params.levels));
+    const float factor =
+        level_factor(params.format.key) * std::sqrt(static_cast<float>(params.format.head_dim));
+    std::transform(std::begin(book.levels), std::end(book.levels), std::begin(params.levels),
+                   [factor](float level) { return level * factor; });
+    params.level_scale = 1.0f / factor;
   }
   return params;
 }
-
-#define KVTILE_RETURN_IF_CUDA_ERROR(expr)                                     \
-  do {                                                                        \
-    if (const cudaError_t error = (expr); error != cudaSuccess) return error; \
-  } while (0)
 
 cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaStream_t stream) {
   const TilePlan& plan = params.plan;
   const TileKernels& kernels = tile_kernels(plan.head_dim, shared_bytes_per_block);
   KVTILE_RETURN_IF_CUDA_ERROR(kernels.prepare(shared_bytes_per_block));
+  KVTILE_RETURN_IF_CUDA_ERROR(fill_of(params.format).prepare(plan));
   KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_sequences(params, stream));
-  for (int group = 0; group < plan.num_context_groups; ++group) {
-    for (int chunk = 0; chunk < plan.row_chunks; ++chunk) {
-      KVTILE_RETURN_IF_CUDA_ERROR(kernels.rotate(params, group, chunk, stream));
-      for (int step = 0; step < plan.num_steps; ++step) {
-        KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, group, step, stream));
-        KVTILE_RETURN_IF_CUDA_ERROR(
-            kernels.attention(params, group, chunk, step, shared_bytes_per_block, stream));
-      }
-      KVTILE_RETURN_IF_CUDA_ERROR(kernels.merge(params, group, chunk, stream));
+  const bool overlaps = plan.buffers > 1;
+  for (TileStep at, next; at.context_group < plan.num_context_groups; at = next) {
+    next = step_after(plan, at);
+    const bool opens = at.step == 0, first = opens && at.row_chunk == 0 && at.context_group == 0;
+    if (first || !overlaps) {
+      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, false, stream));
     }
+    if (opens) KVTILE_RETURN_IF_CUDA_ERROR(kernels.rotate(params, at, stream));
+    KVTILE_RETURN_IF_CUDA_ERROR(
+        kernels.attention(params, at, shared_bytes_per_block, overlaps && !opens, stream));
+    if (overlaps && next.context_group < plan.num_context_groups) {
+      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, next, true, stream));
+    }
+    if (next.step == 0) KVTILE_RETURN_IF_CUDA_ERROR(kernels.merge(params, at, stream));
   }
   return cudaSuccess;
 }

@@ -54,7 +54,7 @@ struct TileShared {
 
 // Describes the next piece, all but walk's range: one thread.
 template <int kRows>
-__device__ __forceinline__ void start_piece(const TileParams& params, int step,
+__device__ __forceinline__ void start_piece(const TileParams& params, const TileStep& at,
                                             TileShared<kRows>* shared) {
   const TilePlan& plan = params.plan;
   const SequenceInfo* sequences = params.sequences();
@@ -77,12 +77,12 @@ __device__ __forceinline__ void start_piece(const TileParams& params, int step,
   shared->walk.period = plan.period_blocks;
   shared->walk.first = first;
   shared->walk.run = run;
-  const StepRange range = step_range(plan, view, step);
+  const StepRange range = step_range(plan, view, at.step);
   shared->first_block = range.begin / kBlockTokens;
   shared->end_block = (range.end + kBlockTokens - 1) / kBlockTokens;
-  shared->image = params.image(index);
-  shared->flags = params.flags(index);
-  shared->lost_tokens = params.lost_tokens(index);
+  shared->image = params.image(at.buffer, index);
+  shared->flags = params.flags(at.buffer, index);
+  shared->lost_tokens = params.lost_tokens(at.buffer, index);
   shared->carry = params.carry(slot);
   shared->softmax = params.softmax(slot);
 }
@@ -135,12 +135,39 @@ __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xf
 
 // Adds this span's accumulators to the carried state of the piece and clears them. The carried
 // state is read only when `carried`, that is after the piece's first span; a row whose carried
-// reference is -inf has no payload.
+// reference is -inf has no payload. While no reference has `moved` since it was written, the sums
+// are made in the memory and nobody waits for them: the same bits. Not on sm_120, where `moved`
+// would spill.
 template <int kHeadDim, int kRowTiles>
 __device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4],
                                            float (&l)[kRowTiles][2], const float (&m)[kRowTiles][2],
-                                           float4* carry, float2* softmax, bool carried) {
+                                           float4* carry, float2* softmax, bool carried,
+                                           bool moved) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if __CUDA_ARCH__ == 900
+  if (carried && !moved) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = l[i][r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        float2* row = softmax + (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
+        if (lane % 4 == 0) ptx::add_global(&row->y, sum);
+        l[i][r] = 0.0f;
+      }
+      float4* fragment = carry + ((warp * kRowTiles + i) * (kHeadDim / 8)) * 32 + lane;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        ptx::add_global4(fragment + j * 32, o[i][j]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[i][j][e] = 0.0f;
+      }
+    }
+    return;
+  }
+#endif
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
     float alpha[2];
@@ -152,7 +179,7 @@ __device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4
       float2* row = softmax + (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
       alpha[r] = 0.0f;
       if (carried) {
-        const float2 before = *row;
+        const float2 before = __ldcg(row);
         alpha[r] = before.x == negative_infinity() ? 0.0f : ptx::ex2(before.x - m[i][r]);
         sum = fmaf(before.y, alpha[r], sum);
         __syncwarp();
@@ -166,7 +193,7 @@ __device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4
       for (int j0 = 0; j0 < kHeadDim / 8; j0 += 4) {
         float4 before[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) before[j] = fragment[(j0 + j) * 32];
+        for (int j = 0; j < 4; ++j) before[j] = __ldcg(fragment + (j0 + j) * 32);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float(&a)[4] = o[i][j0 + j];
@@ -235,8 +262,8 @@ __device__ __forceinline__ void lose_non_finite(float (&o)[kRowTiles][kHeadDim /
 // 16 bytes) because the registers are full.
 template <int kHeadDim, int kRowTiles, int kSharedSteps>
 __global__ void __launch_bounds__(kTileThreads, 1)
-    tile_attention_kernel(const __grid_constant__ TileParams params, int context_group,
-                          int row_chunk, int step, int num_stages) {
+    tile_attention_kernel(const __grid_constant__ TileParams params,
+                          const __grid_constant__ TileStep at, int num_stages) {
   constexpr int kRows = 16 * kTileWarps * kRowTiles;
   constexpr int kPlaneBytes = plane_bytes(kBlockTokens, kHeadDim);
   constexpr int kStageBytes = 2 * kPlaneBytes;
@@ -260,7 +287,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   if (threadIdx.x == 0) ptx::fence_mbarrier_init();
 #endif
   if (threadIdx.x == 0) {
-    shared.group = group_rows(plan, params.sequences(), context_group, row_chunk);
+    shared.group = group_rows(plan, params.sequences(), at.context_group, at.row_chunk);
     const int num_row_blocks = shared.group.end - shared.group.begin;
     shared.unit = lane_begin(plan, num_row_blocks, blockIdx.x);
     shared.end_unit = lane_begin(plan, num_row_blocks, blockIdx.x + 1);
@@ -272,10 +299,16 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const uint32_t value_lane = chunk_offset(lane / 16, (lane / 8) % 2 * 8 + lane % 8, kBlockTokens);
 
   int stage = 0, parity = 0;  // of the next sub-tile to consume
+#if __CUDA_ARCH__ >= 900
+  // The step's tile and the states of the step before. Whoever waits here no longer needs the other
+  // buffer, so the next step's dequantisation may begin.
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+#endif
 
   for (;;) {
     __syncthreads();  // every warp has left the previous piece
-    if (threadIdx.x == 0) start_piece(params, step, &shared);
+    if (threadIdx.x == 0) start_piece(params, at, &shared);
     __syncthreads();
     if (shared.local < 0) break;
     for (int row = threadIdx.x; row < kRows; row += kTileThreads) {
@@ -322,7 +355,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
     flagged = __syncthreads_or(flagged);
     if (threadIdx.x == 0) shared.lossy = flagged != 0;
     if (shared.walk.count <= 0) {
-      if (step == 0) {
+      if (at.step == 0) {
         for (int row = threadIdx.x; row < kRows; row += kTileThreads) {
           shared.softmax[row] = make_float2(negative_infinity(), 0.0f);
         }
@@ -376,6 +409,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         reinterpret_cast<uint4*>(query_bytes) + warp * kRowTiles * kSharedSteps * 32 + lane;
     uint32_t q[kRowTiles][kSteps - kSharedSteps + (kSharedSteps == kSteps)][4];
     float m[kRowTiles][2], l[kRowTiles][2];
+    bool moved = false;  // a reference, since the carried state was written
     float o[kRowTiles][kHeadDim / 8][4];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -396,7 +430,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
-        m[i][r] = step == 0 ? negative_infinity() : shared.softmax[row].x;
+        m[i][r] = at.step == 0 ? negative_infinity() : shared.softmax[row].x;
         l[i][r] = 0.0f;
       }
 #pragma unroll
@@ -521,6 +555,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
           }
         }
         if (__any_sync(0xffffffffu, grows)) {
+          moved = true;
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -603,8 +638,9 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         }
         if (span_ends) {
           const bool carried =
-              step > 0 || block / kSpanBlocks != shared.walk.block(0) / kSpanBlocks;
-          flush_span<kHeadDim, kRowTiles>(o, l, m, shared.carry, shared.softmax, carried);
+              at.step > 0 || block / kSpanBlocks != shared.walk.block(0) / kSpanBlocks;
+          flush_span<kHeadDim, kRowTiles>(o, l, m, shared.carry, shared.softmax, carried, moved);
+          moved = false;
           if (last) break;
         }
       }

@@ -28,25 +28,19 @@ struct TileInstance {
     return cudaFuncSetAttribute(kAttention, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 dynamic_bytes(shared_bytes_per_block));
   }
-  static cudaError_t attention(const TileParams& params, int context_group, int row_chunk, int step,
-                               int shared_bytes_per_block, cudaStream_t stream) {
-    kAttention<<<params.plan.num_ctas, kTileThreads, dynamic_bytes(shared_bytes_per_block),
-                 stream>>>(params, context_group, row_chunk, step, stages(shared_bytes_per_block));
-    return cudaGetLastError();
+  static cudaError_t attention(const TileParams& params, const TileStep& at,
+                               int shared_bytes_per_block, bool early, cudaStream_t stream) {
+    return launch_kernel(kAttention, dim3(params.plan.num_ctas), kTileThreads,
+                         dynamic_bytes(shared_bytes_per_block), early, stream, params, at,
+                         stages(shared_bytes_per_block));
   }
-  static cudaError_t rotate(const TileParams& params, int context_group, int row_chunk,
-                            cudaStream_t stream) {
-    tile_rotate_kernel<kHeadDim>
-        <<<dim3(params.plan.row_blocks, kRotateParts), kTileThreads, 0, stream>>>(
-            params, context_group, row_chunk);
-    return cudaGetLastError();
+  static cudaError_t rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
+    return launch_kernel(tile_rotate_kernel<kHeadDim>, dim3(params.plan.row_blocks, kRotateParts),
+                         kPrepareThreads, 0, false, stream, params, at);
   }
-  static cudaError_t merge(const TileParams& params, int context_group, int row_chunk,
-                           cudaStream_t stream) {
-    tile_merge_kernel<kHeadDim>
-        <<<dim3(params.plan.row_blocks, kHeadDim / 64), kTileThreads, 0, stream>>>(
-            params, context_group, row_chunk);
-    return cudaGetLastError();
+  static cudaError_t merge(const TileParams& params, const TileStep& at, cudaStream_t stream) {
+    return launch_kernel(tile_merge_kernel<kHeadDim>, dim3(params.plan.row_blocks, kHeadDim / 64),
+                         kPrepareThreads, 0, false, stream, params, at);
   }
 };
 

@@ -17,8 +17,8 @@ inline constexpr int kRotateParts = 4;
 // fragments and the row's factor back to log2 units. Grid: (row blocks of the group, kRotateParts).
 template <int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
-    tile_rotate_kernel(const __grid_constant__ TileParams params, int context_group,
-                       int row_chunk) {
+    tile_rotate_kernel(const __grid_constant__ TileParams params,
+                       const __grid_constant__ TileStep at_step) {
   constexpr int kPer = kHeadDim / 32;
   constexpr int kRowTiles = tile_row_tiles(kHeadDim);
   constexpr int kWarpRows = 16 * kRowTiles;
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
   const SequenceInfo* sequences = params.sequences();
-  const GroupRows group = group_rows(plan, sequences, context_group, row_chunk);
+  const GroupRows group = group_rows(plan, sequences, at_step.context_group, at_step.row_chunk);
   if (blockIdx.x == 0 && blockIdx.y == 0) {
     for (int64_t c = group.first_context + threadIdx.x; c < group.end_context; c += blockDim.x) {
       params.views()[c - group.first_context] =
@@ -103,12 +103,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
 // Grid: (row blocks of the group, head_dim / 64).
 template <int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
-    tile_merge_kernel(const __grid_constant__ TileParams params, int context_group, int row_chunk) {
+    tile_merge_kernel(const __grid_constant__ TileParams params,
+                      const __grid_constant__ TileStep at_step) {
   constexpr int kRowTiles = tile_row_tiles(kHeadDim);
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
   const SequenceInfo* sequences = params.sequences();
-  const GroupRows group = group_rows(plan, sequences, context_group, row_chunk);
+  const GroupRows group = group_rows(plan, sequences, at_step.context_group, at_step.row_chunk);
   const int num_row_blocks = group.end - group.begin;
   const int local = blockIdx.x;
   if (local >= num_row_blocks) return;

@@ -17,7 +17,8 @@ struct TileParams {
   TilePlan plan;
   Mask mask;
   SlotFormat format;
-  float levels[16] = {};      // of a rotated key code
+  float levels[16] = {};  // of a rotated key code, times 1 / level_scale
+  float level_scale = 0.0f;
   float softcap_log2 = 0.0f;  // softcap * log2(e), or 0
   std::byte* workspace = nullptr;
 
@@ -28,18 +29,22 @@ struct TileParams {
   KVTILE_HD ContextView* views() const {
     return reinterpret_cast<ContextView*>(workspace + plan.views_offset);
   }
-  // Image and non-finite flags of context `index` of the launch group.
-  KVTILE_HD std::byte* image(int index) const {
-    return workspace + plan.image_offset + index * plan.context_image_bytes();
+  // Image and non-finite flags of context `index` of the launch group, in one of the buffers.
+  KVTILE_HD int64_t image_index(int buffer, int index) const {
+    return static_cast<int64_t>(buffer) * plan.contexts + index;
   }
-  KVTILE_HD uint8_t* flags(int index) const {
-    return reinterpret_cast<uint8_t*>(workspace + plan.flags_offset) + index * plan.image_blocks();
+  KVTILE_HD std::byte* image(int buffer, int index) const {
+    return workspace + plan.image_offset + image_index(buffer, index) * plan.context_image_bytes();
+  }
+  KVTILE_HD uint8_t* flags(int buffer, int index) const {
+    return reinterpret_cast<uint8_t*>(workspace + plan.flags_offset) +
+           image_index(buffer, index) * plan.image_blocks();
   }
   // One bit per token of a key block and dimension: the value element is not finite. Written and
   // read only where the block's flag is set.
-  KVTILE_HD uint64_t* lost_tokens(int index) const {
+  KVTILE_HD uint64_t* lost_tokens(int buffer, int index) const {
     return reinterpret_cast<uint64_t*>(workspace + plan.lost_offset) +
-           static_cast<int64_t>(index) * plan.image_blocks() * plan.head_dim;
+           image_index(buffer, index) * plan.image_blocks() * plan.head_dim;
   }
   // Rotated queries of a row block in mma A-fragment order: [warp][row tile][k16 step][lane].
   KVTILE_HD uint4* query(int row_block) const {

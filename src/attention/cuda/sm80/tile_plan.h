@@ -3,7 +3,8 @@
 // (read on the device); no function here touches anything else, so the host tests run this text.
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
 // group) are cut into row blocks; keys come in 64-token blocks. A launch group is a few contexts
-// and a run of their row blocks; a step is one tile of each context's tokens.
+// and a run of their row blocks; a step is one tile of each context's tokens. Where launches may
+// overlap, a few SMs dequantise the next step's tile while the others attend over this one's.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "src/attention/cuda/image.h"
 #include "src/attention/cuda/params.h"
 #include "src/attention/mask.h"
+#include "src/core/cache_params.h"
 #include "src/core/hd.h"
 
 namespace kvtile::cuda {
@@ -27,6 +29,13 @@ inline constexpr int kTileWarps = 8;
 inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
+// Dequantising a token takes an SM as long as attending to it with this many rows; measured.
+inline constexpr int kFillRows = 160;
+// Up to this many rows of a context the next tile is dequantised beside the attention over this
+// one. With more, that costs less than the shorter tiles two images leave room for.
+inline constexpr int kOverlapRows = 2048;
+// A further piece costs a thread block as long as this many units of work; measured.
+inline constexpr int kPieceUnits = 3;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
 // 16-row mma tiles of one warp: as many as leave the accumulators in registers.
@@ -54,18 +63,23 @@ struct ContextView {
 
 struct TilePlan {
   int head_dim = 0, num_seqs = 0, num_kv_heads = 0, group = 1;
-  int num_ctas = 0;        // of the attention kernel: one per SM
-  int contexts = 1;        // of a launch group
-  int row_blocks = 0;      // of a launch group, at most
-  int row_chunks = 1;      // launch groups over the row blocks of the same contexts
-  int period_blocks = 32;  // key blocks over which a row block's work is cut; see lane_range()
+  int num_sms = 0;
+  int num_ctas = 0;    // of the attention kernel, one an SM; the other SMs dequantise
+  int buffers = 1;     // images: two where the next step's is filled during this one
+  int contexts = 1;    // of a launch group
+  int row_blocks = 0;  // of a launch group, at most
+  int row_chunks = 1;  // launch groups over the row blocks of the same contexts
   int num_context_groups = 0;
-  int num_steps = 0;        // launch bound, from the hints; not part of the workspace
-  int64_t tile_tokens = 0;  // of one context, but the last: see step_range()
+  int num_steps = 0;          // launch bound, from the hints; not part of the workspace
+  int64_t tile_tokens = 0;    // of one context, but the last: see step_range()
+  FastDivisor image_divisor;  // by image_blocks()
   int64_t sequences_offset = 0, views_offset = 0, image_offset = 0, flags_offset = 0,
           lost_offset = 0, query_offset = 0, row_scale_offset = 0, carry_offset = 0,
           softmax_offset = 0;
   int64_t bytes = 0;
+
+  // Key blocks over which a row block's work is cut; see lane_begin().
+  static constexpr int period_blocks = kSpanBlocks;
 
   KVTILE_HD int rows() const { return tile_rows(head_dim); }
   KVTILE_HD int slots() const { return row_blocks + num_ctas - 1; }
@@ -80,6 +94,13 @@ struct TilePlan {
 // What the plan needs of a device.
 struct TileDevice {
   int num_sms = 1;
+  bool overlaps = false;  // launches may start before those ahead of them end: sm_90 and later
+};
+
+// What one launch works on. Steps of a call are numbered through; `buffer` is the step's number
+// modulo the plan's buffers.
+struct TileStep {
+  int context_group = 0, row_chunk = 0, step = 0, buffer = 0;
 };
 
 // Steps over a span of tokens: whole tiles, the last one up to kTailTokens longer.
@@ -93,6 +114,11 @@ inline int64_t row_block_bound(int64_t total_q, int group, int num_seqs, int row
   return (total_q * group + static_cast<int64_t>(num_seqs) * (rows - 1)) / rows;
 }
 
+// SMs that dequantise while the others attend: as many as keep step with them.
+inline int filling_sms(int num_sms, int64_t rows) {
+  return static_cast<int>((num_sms * kFillRows + kFillRows + rows - 1) / (kFillRows + rows));
+}
+
 inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& device) {
   TilePlan plan;
   const int head_dim = call.cache.format.head_dim;
@@ -100,7 +126,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   plan.num_seqs = call.num_seqs;
   plan.num_kv_heads = call.cache.num_kv_heads;
   plan.group = call.num_heads / call.cache.num_kv_heads;
-  plan.num_ctas = device.num_sms;
+  plan.num_sms = plan.num_ctas = device.num_sms;
   const int rows = tile_rows(head_dim);
   const int heads = plan.num_kv_heads;
   const int64_t num_contexts = static_cast<int64_t>(plan.num_seqs) * heads;
@@ -108,11 +134,18 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const int64_t context_blocks =
       std::max<int64_t>(1, (batch_blocks + plan.num_seqs - 1) / std::max(1, plan.num_seqs));
 
+  const bool overlaps = device.overlaps && context_blocks * rows <= kOverlapRows;
+  plan.buffers = overlaps ? 2 : 1;
+  if (overlaps) {
+    plan.num_ctas -= filling_sms(device.num_sms, context_blocks * rows);
+    plan.num_ctas = std::max(plan.num_ctas, 1);
+  }
+
   const int64_t slot_bytes = static_cast<int64_t>(rows) * (4 * head_dim + 8);
   const int64_t query_bytes = static_cast<int64_t>(rows) * (2 * head_dim + 4);
   const int64_t block_bytes = subtile_bytes(kBlockTokens, head_dim) + 1 + 8 * head_dim;
-  const auto images_bytes = [block_bytes](int64_t contexts, int64_t tokens) {
-    return contexts * ((tokens + kTailTokens) / kBlockTokens) * block_bytes;
+  const auto images_bytes = [&plan, block_bytes](int64_t contexts, int64_t tokens) {
+    return plan.buffers * contexts * ((tokens + kTailTokens) / kBlockTokens) * block_bytes;
   };
   const auto group_blocks_of = [&](int64_t contexts) {
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
@@ -129,7 +162,6 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     const int64_t blocks = group_blocks_of(contexts);
     plan.row_chunks = static_cast<int>((blocks + affordable - 1) / affordable);
     plan.row_blocks = static_cast<int>((blocks + plan.row_chunks - 1) / plan.row_chunks);
-    plan.period_blocks = blocks * 32 >= 4 * plan.num_ctas ? 32 : kSpanBlocks;
     return plan.row_blocks * query_bytes + plan.slots() * slot_bytes +
            images_bytes(contexts, kSpanTokens);
   };
@@ -156,10 +188,10 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   plan.carry_offset = take(plan.slots() * static_cast<int64_t>(rows) * head_dim * 4);
   plan.softmax_offset = take(plan.slots() * static_cast<int64_t>(rows) * 8);
   // The caller's tile is an upper bound. Up to the default one, all scratch together is
-  // kTileScratchBytes whatever the call; beyond, the contexts of a launch group share it.
+  // kTileScratchBytes whatever the call; beyond, the images of a launch group share it.
   const int64_t asked = call.tile_tokens > 0 ? call.tile_tokens : kDefaultTileTokens;
   const bool bounded = asked < kDefaultTileTokens + call.cache.block_size;
-  const int64_t most = bounded ? asked : asked / contexts;
+  const int64_t most = bounded ? asked : asked / (plan.buffers * contexts);
   int64_t tile = kSpanTokens;
   while (tile + kSpanTokens <= most &&
          (!bounded ||
@@ -167,9 +199,11 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     tile += kSpanTokens;
   }
   plan.tile_tokens = tile;
-  plan.image_offset = take(contexts * plan.context_image_bytes());
-  plan.flags_offset = take(contexts * plan.image_blocks());
-  plan.lost_offset = take(contexts * plan.image_blocks() * 8 * head_dim);
+  plan.image_divisor = FastDivisor(static_cast<uint32_t>(plan.image_blocks()));
+  const int64_t images = plan.buffers * contexts;
+  plan.image_offset = take(images * plan.context_image_bytes());
+  plan.flags_offset = take(images * plan.image_blocks());
+  plan.lost_offset = take(images * plan.image_blocks() * 8 * head_dim);
   // The same for every total_q that fits, so that a workspace serves smaller calls.
   const int64_t least =
       bounded ? kTileScratchBytes
@@ -294,27 +328,41 @@ KVTILE_HD inline int64_t context_of_row_block(const TilePlan& plan, const Sequen
 // How a launch group's work is cut: (row block, key block modulo period_blocks) pairs in row-block
 // order, shared out evenly, so every thread block has the same amount whatever the row blocks'
 // number, and a cut does not move with the tile. A thread block's part of one row block is a piece;
-// piece (thread block c, row block f) keeps its state in slot c + f.
+// piece (thread block c, row block f) keeps its state in slot c + f. Where a share runs into the
+// next row block it is shorter by what the further piece costs.
 KVTILE_HD inline int64_t lane_units(const TilePlan& plan, int num_row_blocks) {
   return static_cast<int64_t>(num_row_blocks) * plan.period_blocks;
 }
 
-// Thread blocks that have any work: no piece is empty.
+// Units of work and the cost of pieces together, and how much of that lies before a unit.
+KVTILE_HD inline int64_t lane_cost(const TilePlan& plan, int num_row_blocks) {
+  return static_cast<int64_t>(num_row_blocks) * (plan.period_blocks + kPieceUnits);
+}
+
+KVTILE_HD inline int64_t lane_cost_before(const TilePlan& plan, int64_t unit) {
+  return unit + (unit / plan.period_blocks + 1) * kPieceUnits;
+}
+
 KVTILE_HD inline int lane_ctas(const TilePlan& plan, int num_row_blocks) {
   const int64_t units = lane_units(plan, num_row_blocks);
   return units < plan.num_ctas ? static_cast<int>(units) : plan.num_ctas;
 }
 
+// The first unit of a thread block; one whose share is all cost of a piece has no unit.
 KVTILE_HD inline int64_t lane_begin(const TilePlan& plan, int num_row_blocks, int cta) {
-  const int64_t units = lane_units(plan, num_row_blocks);
   const int ctas = lane_ctas(plan, num_row_blocks);
-  return cta < ctas ? units * cta / ctas : units;
+  if (cta >= ctas) return lane_units(plan, num_row_blocks);
+  const int64_t cost = lane_cost(plan, num_row_blocks) * cta / ctas;
+  const int64_t row_block = cost / (plan.period_blocks + kPieceUnits);
+  const int64_t unit = cost - row_block * (plan.period_blocks + kPieceUnits) - kPieceUnits;
+  return row_block * plan.period_blocks + (unit > 0 ? unit : 0);
 }
 
 // The thread block that owns unit `unit`.
 KVTILE_HD inline int lane_owner(const TilePlan& plan, int num_row_blocks, int64_t unit) {
-  return static_cast<int>(((unit + 1) * lane_ctas(plan, num_row_blocks) - 1) /
-                          lane_units(plan, num_row_blocks));
+  return static_cast<int>(
+      ((lane_cost_before(plan, unit) + 1) * lane_ctas(plan, num_row_blocks) - 1) /
+      lane_cost(plan, num_row_blocks));
 }
 
 // The key blocks x in [begin, end) with x mod period in [first, first + run), in order.

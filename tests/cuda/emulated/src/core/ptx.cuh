@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #include "src/core/half2.h"
@@ -144,5 +145,55 @@ inline void named_barrier_sync(int id, int threads) { emulator::barrier(id, thre
 inline bool named_barrier_or(int id, int threads, bool predicate) {
   return emulator::barrier(id, threads, predicate);
 }
+
+// A barrier in its 8 bytes: arrivals still missing, arrivals of a phase, bytes still missing,
+// phase.
+struct Barrier {
+  uint16_t missing, arrivals;
+  int16_t bytes_16;
+  uint16_t phase;
+};
+inline void settle(uint32_t barrier, Barrier b) {
+  if (b.missing == 0 && b.bytes_16 == 0) {
+    b.missing = b.arrivals;
+    b.phase ^= 1;
+  }
+  store(barrier, b);
+  emulator::progressed();
+}
+inline void mbarrier_init(uint32_t barrier, int arrivals) {
+  const auto count = static_cast<uint16_t>(arrivals);
+  store(barrier, Barrier{count, count, 0, 0});
+}
+inline void mbarrier_arrive(uint32_t barrier) {
+  Barrier b = load<Barrier>(barrier);
+  --b.missing;
+  settle(barrier, b);
+}
+inline void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  Barrier b = load<Barrier>(barrier);
+  --b.missing;
+  b.bytes_16 = static_cast<int16_t>(b.bytes_16 + bytes / 16);
+  settle(barrier, b);
+}
+inline void mbarrier_wait(uint32_t barrier, int parity) {
+  emulator::wait_until([=] { return load<Barrier>(barrier).phase != parity; });
+}
+inline void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
+  if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0) {
+    std::abort();
+  }
+  std::memcpy(emulator::shared_bytes() + shared, global, static_cast<size_t>(bytes));
+  Barrier b = load<Barrier>(barrier);
+  b.bytes_16 = static_cast<int16_t>(b.bytes_16 - bytes / 16);
+  settle(barrier, b);
+}
+inline uint32_t shared_increment(uint32_t counter, uint32_t last) {
+  const uint32_t before = ld_shared(counter);
+  st_shared(counter, before >= last ? 0 : before + 1);
+  return before;
+}
+inline void fence_proxy_async() {}
+inline void fence_mbarrier_init() {}
 
 }  // namespace kvtile::ptx

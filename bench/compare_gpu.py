@@ -1,0 +1,449 @@
+"""The GPU half of compare.py: kvtile's CUDA backends beside what a user would run instead.
+
+Inputs: libkvtile.so with CUDA (through its C ABI; KVTILE_LIBRARY names it), PyTorch with CUDA, Triton. Peers: PyTorch's
+flash and cuDNN attention over uncompressed K/V; the tiled reference (compare_gpu_peers.py); a
+split-KV decode that works per query head. Everything is held against float64 before anything is
+timed, in the same process. Times are of the device, by events, each run after the L2 was
+overwritten; medians with quartiles. Bars are those of one H200.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import statistics
+
+import torch
+
+import capi
+import compare
+import compare_gpu_peers as peers
+
+MIB = 2**20
+DEVICE = "cuda"
+TORCH_DTYPES = {capi.FLOAT32: torch.float32, capi.FLOAT16: torch.float16,
+                capi.BFLOAT16: torch.bfloat16}
+
+
+class Shape:
+    def __init__(self, name, num_heads, num_kv_heads, head_dim):
+        self.name, self.num_heads, self.num_kv_heads = name, num_heads, num_kv_heads
+        self.head_dim, self.group = head_dim, num_heads // num_kv_heads
+
+    def flops(self, q_len, cached):
+        return 4 * self.head_dim * self.num_heads * q_len * cached
+
+
+SHAPE_A = Shape("A", 24, 4, 256)
+SHAPE_B = Shape("B", 32, 8, 128)
+
+
+# ---- Timing -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Device time of one call after the L2 was overwritten."""
+
+    def __init__(self):
+        self._sweep = torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE)
+
+    def milliseconds(self, function, times, captured=False):
+        """Samples of one call each; short calls as the replay of a captured graph."""
+        function()
+        torch.cuda.synchronize()
+        run = function
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                function()
+            run = graph.replay
+            run()
+        samples = []
+        for _ in range(times):
+            self._sweep.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(begin.elapsed_time(end))
+        return samples
+
+    def copy_gb_per_s(self, num_bytes=4096 * MIB):
+        source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=DEVICE).random_()
+        target = torch.empty_like(source)
+        samples = self.milliseconds(lambda: target.copy_(source), 7)
+        return num_bytes / statistics.median(samples) * 1e-6
+
+
+def ratios(numerators, denominator):
+    """Each sample over the other side's median: the spread is of both."""
+    return [n / statistics.median(denominator) for n in numerators]
+
+
+# ---- kvtile -------------------------------------------------------------------------------------
+
+
+class GpuCache:
+    """num_seqs sequences of num_tokens each, in pages handed out in shuffled order."""
+
+    def __init__(self, library, preset, shape, num_tokens, num_seqs=1, extra_tokens=0, key=None,
+                 value=None, block_size=16):
+        self.library, self.shape, self.preset = library, shape, preset
+        self.num_tokens, self.num_seqs = num_tokens, num_seqs
+        self.format = library.parse_preset(preset, shape.head_dim)
+        self.slot_bytes = library.slot_bytes(self.format)
+        self.max_blocks = -(-(num_tokens + extra_tokens) // block_size)
+        num_blocks = self.max_blocks * num_seqs
+        self.pages = torch.zeros(num_blocks * block_size * shape.num_kv_heads * self.slot_bytes,
+                                 dtype=torch.uint8, device=DEVICE)
+        self.table = torch.randperm(num_blocks, device=DEVICE).to(torch.int32).view(num_seqs, -1)
+        token = torch.arange(num_tokens, device=DEVICE)
+        self.slots = (self.table[:, token // block_size].to(torch.int64) * block_size +
+                      token % block_size).contiguous()
+        self.struct = capi.Cache(layout=capi.TOKEN_MAJOR, pages=self.pages.data_ptr(),
+                                 pages_bytes=self.pages.numel(), num_blocks=num_blocks,
+                                 block_size=block_size, num_kv_heads=shape.num_kv_heads,
+                                 format=self.format)
+        rows = (num_tokens, shape.num_kv_heads, shape.head_dim)
+        for seq in range(num_seqs):
+            k, v = (torch.randn(rows, dtype=torch.bfloat16, device=DEVICE) if x is None else x
+                    for x in (key, value))
+            self.encode(k, v, seq)
+
+    def encode(self, key, value, seq=0):
+        dtype = next(d for d, t in TORCH_DTYPES.items() if t == key.dtype)
+        self.library.encode(capi.EncodeCall(
+            dtype=dtype, key=key.data_ptr(), value=value.data_ptr(), num_tokens=key.shape[0],
+            slot_mapping=self.slots[seq].data_ptr(), cache=self.struct, backend=b"cuda",
+            stream=torch.cuda.current_stream().cuda_stream))
+
+    def decode(self, dtype=capi.FLOAT32, unrotate=True, out=None, seq=0):
+        shape = (self.num_tokens, self.shape.num_kv_heads, self.shape.head_dim)
+        key, value = out or (torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=DEVICE)
+                             for _ in range(2))
+        self.library.decode(capi.DecodeCall(
+            dtype=dtype, cache=self.struct, slot_mapping=self.slots[seq].data_ptr(),
+            num_tokens=self.num_tokens, key=key.data_ptr(), value=value.data_ptr(),
+            unrotate_keys=int(unrotate), backend=b"cuda",
+            stream=torch.cuda.current_stream().cuda_stream))
+        return key, value
+
+    def packed_bytes(self):
+        return self.num_seqs * self.num_tokens * self.shape.num_kv_heads * self.slot_bytes
+
+
+class GpuAttention:
+    """attend() over a cache; q_len queries a sequence, with their raw chunk or without."""
+
+    def __init__(self, cache, q_len, backend, dtype=capi.BFLOAT16, chunk=False, tile_tokens=0,
+                 query=None):
+        shape, total_q = cache.shape, q_len * cache.num_seqs
+        torch_dtype = TORCH_DTYPES[dtype]
+        rows = (total_q, shape.num_heads, shape.head_dim)
+        kv_rows = (total_q, shape.num_kv_heads, shape.head_dim)
+        self.cache, self.q_len = cache, q_len
+        self.query = torch.randn(rows, dtype=torch_dtype, device=DEVICE) if query is None else query
+        self.chunk = [torch.randn(kv_rows, dtype=torch_dtype, device=DEVICE) for _ in range(2)] \
+            if chunk else None
+        self.out = torch.full(rows, math.nan, dtype=torch_dtype, device=DEVICE)
+        self.lse = torch.full((shape.num_heads, total_q), math.nan, device=DEVICE)
+        seq_len = cache.num_tokens + (q_len if chunk else 0)
+        self._cu_seqlens = torch.arange(0, total_q + 1, q_len, dtype=torch.int32, device=DEVICE)
+        self._seq_lens = torch.full((cache.num_seqs,), seq_len, dtype=torch.int32, device=DEVICE)
+        key, value = (None, None) if self.chunk is None else (x.data_ptr() for x in self.chunk)
+        self.call = capi.AttentionCall(
+            dtype=dtype, query=self.query.data_ptr(), out=self.out.data_ptr(),
+            lse=self.lse.data_ptr(), num_seqs=cache.num_seqs, num_heads=shape.num_heads,
+            total_q=total_q, softmax_scale=shape.head_dim**-0.5, causal=int(chunk),
+            cache=cache.struct, block_table=cache.table.data_ptr(), max_blocks=cache.max_blocks,
+            cu_seqlens_q=self._cu_seqlens.data_ptr(), seq_lens=self._seq_lens.data_ptr(),
+            chunk_key=key, chunk_value=value, tile_tokens=tile_tokens, max_q_len=q_len,
+            max_seq_len=seq_len, backend=backend.encode())
+        self.workspace_bytes = cache.library.workspace_bytes(self.call)
+        self._workspace = torch.full((max(self.workspace_bytes, 1),), 255, dtype=torch.uint8,
+                                     device=DEVICE)
+        self.call.workspace = self._workspace.data_ptr()
+        self.call.workspace_bytes = self.workspace_bytes
+
+    def run(self):
+        self.call.stream = torch.cuda.current_stream().cuda_stream
+        self.cache.library.attend(self.call)
+
+
+# ---- Equality -----------------------------------------------------------------------------------
+
+
+def exact_rows(key, value, query, rows):
+    """float64 attention of [rows, num_heads] sampled query rows over all of key and value."""
+    group = query.shape[1] // key.shape[1]
+    outs = []
+    for head in range(0, query.shape[1], group):
+        k, v = (x[:, head // group].double() for x in (key, value))
+        q = query[rows, head:head + group].double().reshape(-1, k.shape[1])
+        scores = q @ k.T * k.shape[1]**-0.5
+        outs.append((scores.softmax(-1) @ v).view(len(rows), group, -1))
+    return torch.cat(outs, 1)
+
+
+def error_of(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+def check(name, got, want, tolerance):
+    error = error_of(got, want)
+    if not error <= tolerance:
+        raise compare.Unequal(f"{name}: got relative error {error:.2e}, wanted {tolerance:g}")
+
+
+def check_against_cache(name, cache, query, out, tolerance, rows=None):
+    """Sampled rows of queries that see the whole cache."""
+    rows = rows or sorted({0, query.shape[0] // 2, query.shape[0] - 1})
+    key, value = cache.decode()
+    check(name, out[rows], exact_rows(key, value, query, rows), tolerance)
+
+
+# ---- Comparisons --------------------------------------------------------------------------------
+
+
+def compare_prefill(library, clock, table):
+    """Chunks over a long cache: kvtile (causal, raw chunk), PyTorch and the tiled reference."""
+    for shape in (SHAPE_A, SHAPE_B):
+        for cached in (131072, 1009664):
+            key, value = (torch.randn(cached, shape.num_kv_heads, shape.head_dim,
+                                      dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            cache = GpuCache(library, "4bit_nc", shape, cached, extra_tokens=8192, key=key,
+                             value=value)
+            dense = peers.Dense(key, value)
+            for q_len in (1024, 8192):
+                seen = GpuAttention(cache, q_len, "cuda/tile")
+                seen.run()
+                check_against_cache("cuda/tile", cache, seen.query, seen.out, 4e-3)
+                rows = [0, q_len - 1]
+                exact = exact_rows(key, value, seen.query, rows)
+                for backend in ("flash", "cudnn"):
+                    check(backend, dense.attend(seen.query, backend)[rows], exact, 2e-2)
+                ours = GpuAttention(cache, q_len, "cuda/tile", chunk=True)
+                times = 7 if cached < 2**18 else 3 if q_len == 1024 else 2
+                kvtile = clock.milliseconds(ours.run, times)
+                kvtile_ms = statistics.median(kvtile)
+                name = f"{shape.name}, {cached:,} cached, q_len {q_len:,}"
+                ours_text = (f"{kvtile_ms:.2f} ms, "
+                             f"{shape.flops(q_len, cached) / kvtile_ms * 1e-9:.0f} TFLOP/s")
+
+                def add(peer, samples, at_least=None):
+                    table.add("prefill", f"{name}: speed over {peer}", ratios(samples, kvtile), "x",
+                              at_least=at_least, ours=ours_text,
+                              peer=f"{statistics.median(samples):.2f} ms")
+
+                for backend, bar in (("flash", 1.0), ("cudnn", None)):
+                    # The faster of the two forms it offers for grouped heads.
+                    add(f"PyTorch {peers.NAMES[backend]}, uncompressed", min(
+                        (clock.milliseconds(lambda: dense.attend(seen.query, backend, fold), times)
+                         for fold in (True, False)), key=statistics.median), bar)
+                if q_len == 1024:
+                    tiled = peers.Tiled(cache)
+                    for backend, bar in (("flash", 1.25), ("cudnn", None)):
+                        out, _ = tiled.attend(seen.query, backend)
+                        check_against_cache(f"tiled, {backend}", cache, seen.query, out, 2e-2)
+                        add(f"tiled reference on {peers.NAMES[backend]}",
+                            clock.milliseconds(lambda: tiled.attend(seen.query, backend), times),
+                            bar)
+                    del tiled
+                if q_len == 1024 and cached < 2**18:
+                    compare_tiles(cache, clock, table)
+            del cache, dense, key, value, ours, seen
+            torch.cuda.empty_cache()
+
+
+def compare_tiles(cache, clock, table):
+    shape = cache.shape
+    medians = {}
+    for tile in (8192, 16384, 32768, 65536, 131072):
+        ours = GpuAttention(cache, 1024, "cuda/tile", chunk=True, tile_tokens=tile)
+        medians[tile] = statistics.median(clock.milliseconds(ours.run, 5))
+    times = list(medians.values())
+    table.add("tiles", f"{shape.name}: spread over tiles of 8K to 128K",
+              [(max(times) - min(times)) / statistics.median(times)], "", at_most=0.03,
+              ours=" / ".join(f"{t:.2f}" for t in times) + " ms")
+    default = GpuAttention(cache, 8192, "cuda/tile", chunk=True)
+    table.add("tiles", f"{shape.name}: scratch of the default tile, q_len 8,192",
+              [default.workspace_bytes / MIB], "MiB", at_most=64)
+
+
+DECODE_BARS = {"4bit_nc": 0.60, "k8v4": 0.70, "3bit_nc": 0.50}
+
+
+def compare_decode(library, clock, table):
+    """One query a sequence, and the largest verify chunk: share of the packed-byte floor."""
+    rate = clock.copy_gb_per_s()
+    table.add("decode", "device-to-device copy, read plus written", [rate], "GB/s")
+    cases = [(shape, preset, cached, 1) for shape in (SHAPE_A, SHAPE_B)
+             for preset in DECODE_BARS for cached in (131072, 1009664)]
+    cases += [(SHAPE_B, "4bit_nc", 32768, 16), (SHAPE_B, "4bit_nc", 4096, 128)]
+    shares = {}
+    for shape, preset, cached, num_seqs in cases:
+        cache = GpuCache(library, preset, shape, cached, num_seqs)
+        ours = GpuAttention(cache, 1, "cuda/rows")
+        ours.run()
+        check_against_cache("cuda/rows", cache, ours.query[:1], ours.out[:1], 4e-3)
+        samples = clock.milliseconds(ours.run, 9, captured=True)
+        floor_ms = cache.packed_bytes() / rate * 1e-6
+        share = [floor_ms / s for s in samples]
+        one = statistics.median(samples)
+        batch = f"batch {num_seqs}, " if num_seqs > 1 else ""
+        name = f"{shape.name}, {preset}, {batch}{cached:,} cached"
+        shares.setdefault((shape.name, preset), statistics.median(share))
+        bar = DECODE_BARS[preset]
+        if num_seqs > 1:
+            bar = 0.85 * min(bar, shares[shape.name, preset])
+        table.add("decode", f"{name}: share of the floor", share, "", at_least=round(bar, 2),
+                  ours=f"{one * 1e3:.0f} us", peer=f"{floor_ms * 1e3:.0f} us")
+        if num_seqs == 1 and cached == 131072:
+            q_len = 32 // shape.group
+            verify = GpuAttention(cache, q_len, "cuda/rows")
+            verify.run()
+            check_against_cache("cuda/rows verify", cache, verify.query, verify.out, 4e-3)
+            many = clock.milliseconds(verify.run, 9, captured=True)
+            table.add("decode", f"{name}: q_len {q_len} over q_len 1", ratios(many, samples), "x",
+                      at_most=1.3, ours=f"{statistics.median(many) * 1e3:.0f} us")
+            if preset == "4bit_nc":
+                split = peers.SplitDecode(cache)
+                check_against_cache("split decode", cache, ours.query, split.attend(ours.query),
+                                    1e-2)
+                other = clock.milliseconds(lambda: split.attend(ours.query), 5)
+                table.add("decode", f"{name}: speed over a split decode by query head",
+                          ratios(other, samples), "x", ours=f"{one * 1e3:.0f} us",
+                          peer=f"{statistics.median(other) * 1e3:.0f} us")
+        del cache, ours
+        torch.cuda.empty_cache()
+
+
+def compare_errors(library, clock, table):
+    """Against float64 over the decoded cache, before output rounding, beside the tiled form."""
+    rows = list(range(0, 64, 7))
+    for shape in (SHAPE_A, SHAPE_B):
+        for preset in compare.PRESETS:
+            cache = GpuCache(library, preset, shape, 32768)
+            key, value = cache.decode()
+            tiled = peers.Tiled(cache, tile=8192)
+            for kind, gain in (("flat", 1.0), ("peaked", 4.0)):
+                query = (gain * torch.randn(64, shape.num_heads, shape.head_dim, device=DEVICE)
+                         ).bfloat16()
+                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32,
+                                    query=query.float())
+                ours.run()
+                want = exact_rows(key, value, query, rows)
+                error = error_of(ours.out[rows], want)
+                other = error_of(tiled.attend(query, "flash")[0][rows], want)
+                table.add("error", f"{shape.name}, {preset}, {kind}: error of the tiled reference "
+                          "over kvtile's", [other / error], "x", at_least=3, ours=f"{error:.1e}",
+                          peer=f"{other:.1e}")
+
+
+def compare_flatness(library, clock, table):
+    """Equal scores over constant and uniform values: the error must not grow with the context."""
+    for kind in ("constant", "uniform"):
+        for shape in (SHAPE_A, SHAPE_B):
+            errors = {}
+            for cached in (16384, 65536, 262144, 1048576):
+                rows = (cached, shape.num_kv_heads, shape.head_dim)
+                key = torch.randn(rows, dtype=torch.bfloat16, device=DEVICE)
+                value = torch.full_like(key, 0.7) if kind == "constant" else torch.rand_like(key)
+                cache = GpuCache(library, "4bit_nc", shape, cached, key=key, value=value)
+                query = torch.zeros(64, shape.num_heads, shape.head_dim, device=DEVICE)
+                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32, query=query)
+                ours.run()
+                want = cache.decode()[1].double().mean(0).repeat_interleave(shape.group, 0)
+                errors[cached] = error_of(ours.out, want.expand_as(ours.out))
+                del key, value, cache, ours
+                torch.cuda.empty_cache()
+            ours_text = " / ".join(f"{e:.1e}" for e in errors.values())
+            name = f"{shape.name}, {kind} values"
+            # Two exact results have no ratio: an fp32 rounding is the least that is told apart.
+            table.add("flatness", f"{name}: error at 1M over 16K",
+                      [max(errors[1048576], 6e-8) / max(errors[16384], 6e-8)], "x", at_most=1.2,
+                      ours=ours_text)
+            table.add("flatness", f"{name}: largest error, 16K to 1M", [max(errors.values())], "",
+                      at_most=1.5e-3)
+
+
+def compare_codec(library, clock, table):
+    """Store and read back as a share of the copy rate, 8 KV heads; calls in a row, data not in L2."""
+    rate = clock.copy_gb_per_s()
+    for head_dim in (128, 256):
+        for preset in compare.PRESETS:
+            for num_tokens in (8192, 32768):
+                shape = Shape("", 8, 8, head_dim)
+                rows = (num_tokens, 8, head_dim)
+                slot_bytes = library.slot_bytes(library.parse_preset(preset, head_dim))
+                moved = num_tokens * 8 * (4 * head_dim + slot_bytes)
+                sets = []
+                for _ in range(1 + 512 * MIB // moved):
+                    key, value = (torch.randn(rows, dtype=torch.bfloat16, device=DEVICE)
+                                  for _ in range(2))
+                    cache = GpuCache(library, preset, shape, num_tokens, key=key, value=value)
+                    out = [torch.empty(rows, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+                    sets.append((cache, key, value, out))
+
+                def encode():
+                    for cache, key, value, _ in sets:
+                        cache.encode(key, value)
+
+                def decode():
+                    for cache, _, _, out in sets:
+                        cache.decode(capi.FLOAT16, False, out)
+
+                for function in (encode, decode):
+                    samples = [s / len(sets)
+                               for s in clock.milliseconds(function, 9, captured=True)]
+                    name = (f"{function.__name__} {preset}, head_dim {head_dim}, "
+                            f"{num_tokens:,} tokens")
+                    table.add("codec", name, [moved / s * 1e-6 / rate for s in samples], "",
+                              at_least=0.6, ours=f"{statistics.median(samples) * 1e3:.1f} us")
+
+
+SECTIONS = {"prefill": compare_prefill, "decode": compare_decode, "error": compare_errors,
+            "flatness": compare_flatness, "codec": compare_codec}
+
+
+def parse_arguments(arguments):
+    parser = argparse.ArgumentParser(prog="compare.py --gpu", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="repeatable")
+    parser.add_argument("--output", help="JSON file, e.g. bench/results/gpu_h200.json")
+    parser.add_argument("--commit", help="recorded with the results; default: git's HEAD")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a bar is missed")
+    options = parser.parse_args(arguments)
+    options.sections = [name for name in SECTIONS if not options.only or name in options.only]
+    options.shown = "bench/compare.py --gpu" + "".join(f" --only {x}" for x in options.only or ())
+    return options
+
+
+def main(arguments):
+    options = parse_arguments(arguments)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    library = capi.Library(os.environ["KVTILE_LIBRARY"])
+    properties = torch.cuda.get_device_properties(0)
+    clock, table = Clock(), compare.Table()
+    print(f"{properties.name}; {options.shown}")
+    for name in options.sections:
+        print(f"{name}: {SECTIONS[name].__doc__.splitlines()[0]}", flush=True)
+        SECTIONS[name](library, clock, table)
+    if options.output:
+        document = {
+            "commit": options.commit or compare.git("rev-parse", "HEAD"),
+            "uncommitted_changes": False if options.commit else compare.uncommitted_changes(),
+            "machine": {"gpu": properties.name, "sms": properties.multi_processor_count,
+                        "memory_gib": round(properties.total_memory / 2**30)},
+            "command": options.shown,
+            "versions": {"kvtile": library.version(), "torch": torch.__version__,
+                         "cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()),
+                         "triton": peers.triton.__version__},
+            "rows": table.rows}
+        pathlib.Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
+    missed = [row["name"] for row in table.rows if not row["met"]]
+    print(f"{len(table.rows)} rows, {len(missed)} bars missed" +
+          ("" if not missed else ": " + "; ".join(missed)))
+    return 1 if options.check and missed else 0
