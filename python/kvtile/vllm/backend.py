@@ -154,7 +154,7 @@ class KvtileImpl(TurboQuantAttentionImpl):
             ("ALiBi", alibi_slopes), ("KV sharing between layers", kv_sharing_target_layer_name),
             *others.items()) if given]
         if attn_type != AttentionType.DECODER:
-            refused.append(f"{attn_type} attention")
+            refused.append(f"{AttentionType(attn_type).value} attention")
         if refused:
             raise NotImplementedError(
                 f"kvtile: {', '.join(refused)} with --kv-cache-dtype {kv_cache_dtype}; leave these "
