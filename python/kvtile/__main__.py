@@ -6,6 +6,10 @@ import sys
 
 
 def main():
+    if sys.argv[1:2] == ["vllm-check"]:
+        from kvtile.vllm import check
+
+        return check.main(sys.argv[2:])
     program = pathlib.Path(__file__).parent / "bin" / "kvtile"
     if not program.exists():
         print(f"kvtile: no program at {program}: this is a source tree, not an installed package",

@@ -33,9 +33,9 @@ class Layer:
 
     def spec(self, block_size):
         _, num_kv_heads, head_size = self.shape
-        return backend.KvtileBackend.customize_spec(FullAttentionSpec(
+        return FullAttentionSpec(
             block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size,
-            dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(self.preset)))
+            dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(self.preset))
 
 
 def host_config(layer, *, max_model_len=8192, max_rows=2048, max_seqs=8):

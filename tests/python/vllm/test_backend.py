@@ -11,7 +11,7 @@ from host_fakes import Layer, batch, host_config, pages_for
 
 import kvtile
 from kvtile.vllm import backend, host, self_check
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionType
 
 PRESETS = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 
@@ -183,10 +183,13 @@ def test_a_batch_larger_than_announced_is_a_typed_error_and_the_next_call_is_rig
 
 def test_a_cache_of_other_heads_is_refused():
     layer = Layer("turboquant_4bit_nc", 4, 2, 64)
+    right, wrong = ([4, 2, 16], [4, 16, 2])
+    if not host.head_major(backend.KvtileBackend):
+        right, wrong = wrong, right
     with pytest.raises(kvtile.InvalidArgument, match="wanted 2 heads"):
-        layer.impl.paged(torch.zeros(4, 16, 2, 70, dtype=torch.uint8))
+        layer.impl.paged(torch.zeros(*wrong, 70, dtype=torch.uint8))
     with pytest.raises(kvtile.InvalidArgument, match="at least 70"):
-        layer.impl.paged(torch.zeros(4, 2, 16, 54, dtype=torch.uint8))
+        layer.impl.paged(torch.zeros(*right, 54, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("feature,named", (
@@ -208,7 +211,7 @@ def test_head_dims_outside_are_refused_at_start_by_name():
 
 def test_what_the_host_is_told():
     assert backend.KvtileBackend.get_name() == "TURBOQUANT"
-    assert backend.KvtileBackend.get_supported_kernel_block_sizes() == [MultipleOf(1)]
+    assert [size.base for size in backend.KvtileBackend.get_supported_kernel_block_sizes()] == [1]
     assert backend.KvtileBackend.supports_sink()
     assert backend.KvtileBackend.supports_sliding_window()
     assert backend.KvtileBackend.supports_kv_cache_dtype("turboquant_3bit_nc")

@@ -28,8 +28,7 @@ ENGINE = {"kv_cache_dtype": PRESET, "block_size": smollm2.BLOCK_SIZE, "max_model
 
 @pytest.fixture(scope="session")
 def model():
-    return smollm2.make_folder(os.environ.get("KVTILE_TEST_CACHE", HERE / ".cache") + "/smollm2"
-                               if "KVTILE_TEST_CACHE" in os.environ else HERE / ".cache/smollm2")
+    return smollm2.make_folder(smollm2.REPOSITORY / "build/models/smollm2")
 
 
 def run_engine(model, waves, engine=ENGINE, **environment):
