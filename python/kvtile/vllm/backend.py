@@ -39,7 +39,7 @@ class KvtileBackend(TurboQuantAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        return [MultipleOf(1)]
+        return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls):
@@ -83,6 +83,8 @@ class KvtileMetadata(TurboQuantMetadata):
 def split_runs(query_start_loc, starts) -> tuple[Run, ...]:
     """The runs of a batch. starts: query_start_loc as a list of ints."""
     num_requests = len(starts) - 1
+    if num_requests == 0:
+        return ()
     raw = [end - begin >= host.RAW_CHUNK_ROWS for begin, end in zip(starts, starts[1:])]
     edges = [0, *(i for i in range(1, num_requests) if raw[i] != raw[i - 1]), num_requests]
     if len(edges) == 2:
@@ -99,6 +101,8 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if host.packs_all_layers() and device.type != "cpu":
+            raise NotImplementedError(f"KVTILE_VLLM_ALL_LAYERS: got 1 on {device}, wanted the CPU")
         # Requests that are read packed come first, so that a mixed batch is two runs.
         self._init_reorder_batch_threshold(host.RAW_CHUNK_ROWS - 1, supports_spec_as_decode=False)
         layers = vllm_config.compilation_config.static_forward_context
@@ -216,12 +220,12 @@ class KvtileImpl(TurboQuantAttentionImpl):
         if attn_metadata is None:
             return output.zero_()
         shape = (-1, self.num_heads, self.head_size)
-        num_rows = attn_metadata.num_actual_tokens
+        runs = attn_metadata.runs
         rows, out = query.view(shape), output.view(shape)
-        out[num_rows:].zero_()
+        out[runs[-1].rows.stop if runs else 0:].zero_()
         cache = self.paged(kv_cache)
         workspace = scratch(query.device, attn_metadata.workspace_bytes)
-        for run in attn_metadata.runs:
+        for run in runs:
             call = dict(
                 query=rows[run.rows], cache=cache,
                 block_table=attn_metadata.block_table[run.requests],

@@ -22,6 +22,10 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     print(f"kvtile {kvtile.version()}, backends {', '.join(kvtile.backends())}")
     print(f"vLLM {host.version() or 'not installed'}; tested with {host.TESTED_TEXT}")
+    if host.mode() is host.Mode.TILED and host.untested() is None:
+        print(f"KVTILE_VLLM=tiled: vLLM's own backend, {host.tile_tokens()} cached tokens unpacked "
+              "at a time where a request has more and flash attention is there")
+        return 0
     why = host.refusal()
     if why is not None:
         print(f"not active: {why}")

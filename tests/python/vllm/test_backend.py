@@ -211,7 +211,7 @@ def test_head_dims_outside_are_refused_at_start_by_name():
 
 def test_what_the_host_is_told():
     assert backend.KvtileBackend.get_name() == "TURBOQUANT"
-    assert [size.base for size in backend.KvtileBackend.get_supported_kernel_block_sizes()] == [1]
+    assert [size.base for size in backend.KvtileBackend.get_supported_kernel_block_sizes()] == [16]
     assert backend.KvtileBackend.supports_sink()
     assert backend.KvtileBackend.supports_sliding_window()
     assert backend.KvtileBackend.supports_kv_cache_dtype("turboquant_3bit_nc")

@@ -162,6 +162,13 @@ def test_check_on_an_unsupported_version(monkeypatch, capsys):
     assert "not active: vLLM 0.40.0 is outside the tested range" in capsys.readouterr().out
 
 
+def test_check_of_the_tiled_mode(monkeypatch, capsys):
+    monkeypatch.setenv("KVTILE_VLLM", "tiled")
+    monkeypatch.setenv("KVTILE_VLLM_TILE_TOKENS", "4096")
+    assert check.main([]) == 0
+    assert "KVTILE_VLLM=tiled: vLLM's own backend, 4096 cached tokens" in capsys.readouterr().out
+
+
 def test_check_from_the_shell():
     done = subprocess.run([sys.executable, "-m", "kvtile", "vllm-check", "--shape", "32/8"],
                           capture_output=True, text=True)
