@@ -148,8 +148,6 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
 
 
 class KvtileImpl(TurboQuantAttentionImpl):
-    can_return_lse_for_decode = True
-
     def __init__(self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None,
                  sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None,
                  attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, sinks=None,
