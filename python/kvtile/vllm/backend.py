@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.turboquant_attn import (TurboQuantAttentionBacke
 from vllm.v1.worker.workspace import (current_workspace_manager, is_workspace_manager_initialized)
 
 import kvtile
-from kvtile.vllm import host, self_check
+from kvtile.vllm import context_parallel, host, self_check
 from kvtile.vllm.probe import probe_store
 
 logger = logging.getLogger("vllm.kvtile")
@@ -78,6 +78,7 @@ class Run:
 class KvtileMetadata(TurboQuantMetadata):
     runs: tuple[Run, ...] = ()
     workspace_bytes: int = 0
+    share: context_parallel.Share | None = None  # under decode context parallelism
 
 
 def split_runs(query_start_loc, starts) -> tuple[Run, ...]:
@@ -107,21 +108,31 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
         self._init_reorder_batch_threshold(host.RAW_CHUNK_ROWS - 1, supports_spec_as_decode=False)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
+        self.dcp = (impls[0].dcp_world_size, impls[0].dcp_rank)
         self.workspace_bytes = max(self._workspace_bytes(impl) for impl in impls)
         scratch(device, self.workspace_bytes)
         probe_store(layers[layer_names[0]], kv_cache_spec.block_size, vllm_config.model_config.dtype,
                     device)
         self._say_what_runs(impls[0])
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
+        # A rank's share is laid out on the host.
+        if vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
     def _workspace_bytes(self, impl):
         scheduler = self.vllm_config.scheduler_config
         speculative = self.vllm_config.speculative_config
         verify_rows = 1 + (speculative.num_speculative_tokens or 0) if speculative else 1
         num_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * verify_rows)
-        return max(impl.needed_workspace(self.device, num_rows, scheduler.max_num_seqs,
-                                         self.kv_cache_spec.block_size,
-                                         self.vllm_config.model_config.dtype, chunk)
-                   for chunk in (False, True))
+        # Under context parallelism: all ranks' heads, and up to a sequence a row.
+        shared = impl.dcp_world_size > 1
+        return max(impl.needed_workspace(
+            self.device, impl.num_heads * (impl.dcp_world_size if not chunk else 1), num_rows,
+            num_rows if shared else scheduler.max_num_seqs, self.kv_cache_spec.block_size,
+            self.vllm_config.model_config.dtype, chunk) for chunk in (False, True))
 
     def _say_what_runs(self, impl):
         text = (f"kvtile {kvtile.version()} is active: {impl.kv_cache_dtype}, "
@@ -138,23 +149,36 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
         if batch.causal is not True:
             raise NotImplementedError("kvtile: non-causal attention over a turboquant cache")
         starts = batch.query_start_loc_cpu.tolist()
+        share = None
+        if self.dcp[0] > 1:
+            share = context_parallel.share_of(
+                batch, starts, *self.dcp,
+                self.vllm_config.parallel_config.cp_kv_cache_interleave_size)
         return KvtileMetadata(
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping,
             block_table=batch.block_table_tensor, query_start_loc=batch.query_start_loc,
             num_actual_tokens=batch.num_actual_tokens, max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len, is_prefill=batch.max_query_len > 1,
             query_start_loc_cpu=batch.query_start_loc_cpu,
-            runs=split_runs(batch.query_start_loc, starts), workspace_bytes=self.workspace_bytes)
+            runs=split_runs(batch.query_start_loc, starts), workspace_bytes=self.workspace_bytes,
+            share=share)
 
 
 class KvtileImpl(TurboQuantAttentionImpl):
+    supports_dcp = True
+    can_return_lse_for_decode = True  # what the host asks of a backend under DCP
+
     def __init__(self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None,
                  sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None,
                  attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, sinks=None,
                  **others):
         refused = [name for name, given in (
             ("ALiBi", alibi_slopes), ("KV sharing between layers", kv_sharing_target_layer_name),
-            *others.items()) if given]
+            ("prefill context parallelism", self.pcp_world_size > 1),
+            ("a sliding window under context parallelism",
+             self.dcp_world_size > 1 and sliding_window),
+            ("attention sinks under context parallelism",
+             self.dcp_world_size > 1 and sinks is not None), *others.items()) if given]
         if attn_type != AttentionType.DECODER:
             refused.append(f"{AttentionType(attn_type).value} attention")
         if refused:
@@ -183,9 +207,9 @@ class KvtileImpl(TurboQuantAttentionImpl):
     def path(self, device):
         return "cpu" if device.type == "cpu" else "cuda"
 
-    def needed_workspace(self, device, num_rows, num_seqs, block_size, dtype, chunk):
+    def needed_workspace(self, device, num_heads, num_rows, num_seqs, block_size, dtype, chunk):
         return kvtile.workspace_bytes(
-            self.format_on(device), total_q=num_rows, num_seqs=num_seqs, num_heads=self.num_heads,
+            self.format_on(device), total_q=num_rows, num_seqs=num_seqs, num_heads=num_heads,
             num_kv_heads=self.num_kv_heads, block_size=block_size, dtype=dtype, chunk=chunk,
             window=self.window, softcap=self.softcap, sinks=self._sinks is not None,
             backend=self.path(device), num_threads=_num_threads(device))
@@ -219,10 +243,16 @@ class KvtileImpl(TurboQuantAttentionImpl):
             return output.zero_()
         shape = (-1, self.num_heads, self.head_size)
         runs = attn_metadata.runs
+        num_rows = runs[-1].rows.stop if runs else 0
         rows, out = query.view(shape), output.view(shape)
-        out[runs[-1].rows.stop if runs else 0:].zero_()
+        out[num_rows:].zero_()
         cache = self.paged(kv_cache)
         workspace = scratch(query.device, attn_metadata.workspace_bytes)
+        if attn_metadata.share is not None:
+            context_parallel.attend(self, rows[:num_rows], key[:num_rows], value[:num_rows], cache,
+                                    attn_metadata, out[:num_rows], workspace,
+                                    _num_threads(query.device))
+            return output
         for run in runs:
             call = dict(
                 query=rows[run.rows], cache=cache,
