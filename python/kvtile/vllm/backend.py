@@ -1,9 +1,9 @@
 """vLLM's TurboQuant backend with kvtile's attention.
 
 The cache spec, the cache dtypes and, on a GPU, the store are the host's own; what is replaced is
-reading: one `kvtile.attend` per layer and run of requests covers decode, verify and prefill. Whether
-a request's own chunk is read raw or from the packed cache depends on its number of rows alone
-(`host.RAW_CHUNK_ROWS`), never on its batch-mates. Scratch is what `kvtile.workspace_bytes` states
+reading: one `kvtile.attend` per layer and run of requests covers decode, verify and prefill.
+Whether a request's own chunk is read raw or from the packed cache depends on its number of rows
+alone (`host.RAW_CHUNK_ROWS`), never on its batch-mates. Scratch is what `kvtile.workspace_bytes` states
 for the largest batch the engine may send; cached lengths do not enter.
 """
 
@@ -111,8 +111,8 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
         self.dcp = (impls[0].dcp_world_size, impls[0].dcp_rank)
         self.workspace_bytes = max(self._workspace_bytes(impl) for impl in impls)
         scratch(device, self.workspace_bytes)
-        probe_store(layers[layer_names[0]], kv_cache_spec.block_size, vllm_config.model_config.dtype,
-                    device)
+        probe_store(layers[layer_names[0]], kv_cache_spec.block_size,
+                    vllm_config.model_config.dtype, device)
         self._say_what_runs(impls[0])
 
     @classmethod

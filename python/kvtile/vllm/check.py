@@ -40,15 +40,15 @@ def main(argv=None) -> int:
     on_cpu = current_platform.is_cpu()
     chosen = f"{type(current_platform).__module__}.{type(current_platform).__name__}"
     if on_cpu and chosen != CPU_PLATFORM:
-        print(f"not active: the CPU platform is {chosen}, whose TurboQuant is not kvtile's (another "
-              "platform plugin, VLLM_PLUGINS, or VLLM_TARGET_DEVICE=cpu comes before it)")
+        print(f"not active: the CPU platform is {chosen}, whose TurboQuant is not kvtile's "
+              "(another platform plugin, VLLM_PLUGINS or VLLM_TARGET_DEVICE=cpu comes before it)")
         return 1
     if not active():
         print("not active: another plugin holds TURBOQUANT in vLLM's registry")
         return 1
     path = "cpu" if on_cpu else "cuda"
     if path not in kvtile.backends():
-        print(f"not active: this libkvtile has no {path} attention ({', '.join(kvtile.backends())})")
+        print(f"not active: this libkvtile has no {path} attention")
         return 1
     from kvtile.vllm.backend import KvtileBackend
 

@@ -1,8 +1,8 @@
 """Decode context parallelism: each rank's cache holds a share of a request's tokens.
 
-A rank attends the rows of every rank's heads over its own share; the states (out, lse) are exchanged
-and merge exactly. The rows' own tokens, whose keys and values every rank computes, are a state of
-their own, read raw: in the cache each of them is on one rank only.
+A rank attends the rows of every rank's heads over its own share; the states (out, lse) are
+exchanged and merge exactly. The rows' own tokens, whose keys and values every rank computes, are a
+state of their own, read raw: in the cache each of them is on one rank only.
 """
 
 import dataclasses

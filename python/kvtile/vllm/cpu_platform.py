@@ -30,7 +30,8 @@ class KvtileCpuPlatform(_Base):
     def check_and_update_config(cls, vllm_config):
         super().check_and_update_config(vllm_config)
         cache_config = vllm_config.cache_config
-        if not host.packs_all_layers() or not cache_config.cache_dtype.startswith(host.DTYPE_PREFIX):
+        packed = cache_config.cache_dtype.startswith(host.DTYPE_PREFIX)
+        if not packed or not host.packs_all_layers():
             return
         from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
 

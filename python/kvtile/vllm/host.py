@@ -1,4 +1,4 @@
-"""What this plugin needs to know of the vLLM it runs in: version, switches, page order, FP8 flavour.
+"""What this plugin needs to know of the vLLM it runs in: version, switches, page order, flavour.
 
 Nothing here imports torch or vllm at module level: `kvtile vllm-check` and the entry points must
 work, and say why not, where vLLM is missing or of another version.
@@ -104,8 +104,8 @@ def head_major(backend) -> bool:
         return False
     if shape[:3] == (3, 7, 16):
         return True
-    raise RuntimeError(f"vLLM {version()}: got a cache of shape {shape} for 3 blocks of 16 tokens "
-                       "and 7 heads, wanted [block, token, head, slot] or [block, head, token, slot]")
+    raise RuntimeError(f"vLLM {version()}: got a cache of shape {shape} for 3 blocks of 16 tokens and "
+                       "7 heads, wanted [block, token, head, slot] or [block, head, token, slot]")
 
 
 def fp8_flavour(device) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's own TurboQuant backend with its continuation prefill taken a tile of cached tokens at a time.
+"""vLLM's own TurboQuant backend, its continuation prefill taken a tile of cached tokens at a time.
 
 The stock backend decodes the whole cached context of a request before each chunk, into buffers
 reserved for max_model_len. Here its `_continuation_prefill` is called once a tile, with no rows of

@@ -1,4 +1,4 @@
-"""What surrounds an attention layer in vLLM, as far as the backend looks: nothing of it computes."""
+"""What surrounds an attention layer in vLLM, as far as the backend looks; none of it computes."""
 
 import types
 
@@ -48,7 +48,8 @@ def host_config(layer, *, max_model_len=8192, max_rows=2048, max_seqs=8, interle
         scheduler_config=space(max_num_batched_tokens=max_rows, max_num_seqs=max_seqs,
                                enable_chunked_prefill=True),
         speculative_config=None,
-        parallel_config=space(decode_context_parallel_size=1, cp_kv_cache_interleave_size=interleave),
+        parallel_config=space(decode_context_parallel_size=1,
+                              cp_kv_cache_interleave_size=interleave),
         attention_config=space(tq_max_kv_splits_for_cuda_graph=32),
         compilation_config=space(static_forward_context={} if layer is None else
                                  {layer.name: layer}))

@@ -1,6 +1,6 @@
 """The backend class on the CPU against float64 attention, through the host's own classes.
 
-Layer, cache and batch are built as the host builds them; the model and the scheduler are not needed.
+Layer, cache and batch are built as the host builds them; no model and no scheduler are needed.
 """
 
 import types

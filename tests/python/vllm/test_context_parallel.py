@@ -1,4 +1,4 @@
-"""Decode context parallelism, its ranks as threads: each holds the tokens that vLLM would give it."""
+"""Decode context parallelism, ranks as threads: each holds the tokens that vLLM would give it."""
 
 import threading
 
