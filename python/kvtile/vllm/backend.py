@@ -3,8 +3,8 @@
 The cache spec, the cache dtypes and, on a GPU, the store are the host's own; what is replaced is
 reading: one `kvtile.attend` per layer and run of requests covers decode, verify and prefill.
 Whether a request's own chunk is read raw or from the packed cache depends on its number of rows
-alone (`host.RAW_CHUNK_ROWS`), never on its batch-mates. Scratch is what `kvtile.workspace_bytes` states
-for the largest batch the engine may send; cached lengths do not enter.
+alone (`host.RAW_CHUNK_ROWS`), never on its batch-mates. Scratch is what `kvtile.workspace_bytes`
+states for the largest batch the engine may send; cached lengths do not enter.
 """
 
 import dataclasses

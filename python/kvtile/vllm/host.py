@@ -104,7 +104,7 @@ def head_major(backend) -> bool:
         return False
     if shape[:3] == (3, 7, 16):
         return True
-    raise RuntimeError(f"vLLM {version()}: got a cache of shape {shape} for 3 blocks of 16 tokens and "
+    raise RuntimeError(f"vLLM {version()}: got a cache of shape {shape} for 3 blocks, 16 tokens and "
                        "7 heads, wanted [block, token, head, slot] or [block, head, token, slot]")
 
 

@@ -83,7 +83,8 @@ def batch(layer, requests, tables, block_size, *, max_rows=2048, interleave=1):
     for row, table in zip(block_table, tables):
         row[:len(table)] = table
     builder = backend.KvtileMetadataBuilder(
-        layer.spec(block_size), [layer.name], host_config(layer, max_rows=max_rows, interleave=interleave), CPU)
+        layer.spec(block_size), [layer.name],
+        host_config(layer, max_rows=max_rows, interleave=interleave), CPU)
     metadata = builder.build(0, CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lens,
         num_reqs=len(requests), num_actual_tokens=int(starts[-1]),
