@@ -14,6 +14,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (AttentionCGSupport, AttentionMetadataBuilder, AttentionType,
                                        MultipleOf)
+from vllm.v1.attention.backends import turboquant_attn
 from vllm.v1.attention.backends.turboquant_attn import (TurboQuantAttentionBackend,
                                                         TurboQuantAttentionImpl,
                                                         TurboQuantMetadata)
@@ -109,7 +110,8 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         impls = [layers[name].impl for name in layer_names]
         self.dcp = (impls[0].dcp_world_size, impls[0].dcp_rank)
-        self.workspace_bytes = max(self._workspace_bytes(impl) for impl in impls)
+        self.workspace_bytes = max(
+            impl.workspace_bytes(vllm_config, kv_cache_spec.block_size, device) for impl in impls)
         scratch(device, self.workspace_bytes)
         probe_store(layers[layer_names[0]], kv_cache_spec.block_size,
                     vllm_config.model_config.dtype, device)
@@ -121,18 +123,6 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
         if vllm_config.parallel_config.decode_context_parallel_size > 1:
             return AttentionCGSupport.NEVER
         return cls._cudagraph_support
-
-    def _workspace_bytes(self, impl):
-        scheduler = self.vllm_config.scheduler_config
-        speculative = self.vllm_config.speculative_config
-        verify_rows = 1 + (speculative.num_speculative_tokens or 0) if speculative else 1
-        num_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * verify_rows)
-        # Under context parallelism: all ranks' heads, and up to a sequence a row.
-        shared = impl.dcp_world_size > 1
-        return max(impl.needed_workspace(
-            self.device, impl.num_heads * (impl.dcp_world_size if not chunk else 1), num_rows,
-            num_rows if shared else scheduler.max_num_seqs, self.kv_cache_spec.block_size,
-            self.vllm_config.model_config.dtype, chunk) for chunk in (False, True))
 
     def _say_what_runs(self, impl):
         text = (f"kvtile {kvtile.version()} is active: {impl.kv_cache_dtype}, "
@@ -193,6 +183,7 @@ class KvtileImpl(TurboQuantAttentionImpl):
         self.softcap = logits_soft_cap or 0.0
         self._sinks = sinks
         self._cache = None
+        self._config = turboquant_attn.get_current_vllm_config()
         # The format exists, or the library says what it lacks, before anything is loaded.
         kvtile.SlotFormat(kv_cache_dtype, head_size)
 
@@ -207,12 +198,20 @@ class KvtileImpl(TurboQuantAttentionImpl):
     def path(self, device):
         return "cpu" if device.type == "cpu" else "cuda"
 
-    def needed_workspace(self, device, num_heads, num_rows, num_seqs, block_size, dtype, chunk):
-        return kvtile.workspace_bytes(
+    def workspace_bytes(self, vllm_config, block_size, device):
+        """Scratch of the largest batch the engine may send this layer."""
+        scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+        verify_rows = 1 + (speculative.num_speculative_tokens or 0) if speculative else 1
+        num_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * verify_rows)
+        # Under context parallelism: all ranks' heads over the cache, and up to a sequence a row.
+        num_seqs = num_rows if self.dcp_world_size > 1 else scheduler.max_num_seqs
+        return max(kvtile.workspace_bytes(
             self.format_on(device), total_q=num_rows, num_seqs=num_seqs, num_heads=num_heads,
-            num_kv_heads=self.num_kv_heads, block_size=block_size, dtype=dtype, chunk=chunk,
-            window=self.window, softcap=self.softcap, sinks=self._sinks is not None,
-            backend=self.path(device), num_threads=_num_threads(device))
+            num_kv_heads=self.num_kv_heads, block_size=block_size,
+            dtype=vllm_config.model_config.dtype, chunk=chunk, window=self.window,
+            softcap=self.softcap, sinks=self._sinks is not None, backend=self.path(device),
+            num_threads=_num_threads(device)) for num_heads, chunk in (
+                (self.num_heads * self.dcp_world_size, False), (self.num_heads, True)))
 
     def paged(self, kv_cache):
         """The host's cache tensor of this layer as kvtile reads it."""
@@ -240,6 +239,9 @@ class KvtileImpl(TurboQuantAttentionImpl):
         if output is None:
             output = torch.empty_like(query)
         if attn_metadata is None:
+            # The host measures what a step needs: scratch belongs to it, before the cache is sized.
+            scratch(query.device, self.workspace_bytes(
+                self._config, self._config.cache_config.block_size, query.device))
             return output.zero_()
         shape = (-1, self.num_heads, self.head_size)
         runs = attn_metadata.runs

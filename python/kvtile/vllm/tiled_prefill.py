@@ -10,8 +10,6 @@ layouts and kernels stay the host's.
 
 import threading
 
-import torch
-
 from kvtile.vllm import host
 
 _REPLACED = ("_continuation_prefill", "_flash_attn_varlen")
@@ -65,7 +63,7 @@ def _tiled(module, stock, tile_tokens):
             return stock["_continuation_prefill"](self, layer, query, key_chunk, val_chunk,
                                                   kv_cache, block_table, cached_len, seq_len, Pi,
                                                   centroids)
-        offsets = torch.tensor([0, query.shape[0]], dtype=torch.int32).to(query.device)
+        offsets = block_table.new_tensor([0, query.shape[0]])  # int32, like every table
         total, total_lse = _flash(module, self, query, key_chunk, val_chunk, offsets, offsets,
                                   query.shape[0], query.shape[0], causal=True)
         total = total.float()
@@ -106,9 +104,9 @@ def _flash(module, impl, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_
 
 def _merge(out, lse, part, part_lse):
     """Both parts see at least one key in every row, so no lse is -inf. out is fp32, in place."""
-    total = torch.logaddexp(lse, part_lse)
-    out *= torch.exp(lse - total).t().unsqueeze(-1)
-    out += part * torch.exp(part_lse - total).t().unsqueeze(-1)
+    total = lse.logaddexp(part_lse)
+    out *= (lse - total).exp().t().unsqueeze(-1)
+    out += part * (part_lse - total).exp().t().unsqueeze(-1)
     return out, total
 
 

@@ -48,6 +48,7 @@ def host_config(layer, *, max_model_len=8192, max_rows=2048, max_seqs=8, interle
         scheduler_config=space(max_num_batched_tokens=max_rows, max_num_seqs=max_seqs,
                                enable_chunked_prefill=True),
         speculative_config=None,
+        cache_config=space(block_size=16),
         parallel_config=space(decode_context_parallel_size=1,
                               cp_kv_cache_interleave_size=interleave),
         attention_config=space(tq_max_kv_splits_for_cuda_graph=32),

@@ -154,11 +154,15 @@ def test_16_bit_models(dtype, tolerance):
                 dtype=dtype), tolerance)
 
 
-def test_nothing_to_attend_is_zeros():
+def test_the_hosts_measuring_run_is_zeros_and_holds_the_scratch(monkeypatch):
+    monkeypatch.setattr(backend, "_own_scratch", {})
     layer = Layer("turboquant_4bit_nc", 4, 2, 64)
     out = torch.full((5, 4, 64), float("nan"))
     layer.impl.forward(layer, torch.randn(5, 4, 64), None, None, None, None, out)
     assert not out.any()
+    held = backend._own_scratch[torch.device("cpu")]
+    serve(layer, [(0, 200), (50, 1)], block_size=16)
+    assert backend._own_scratch[torch.device("cpu")] is held
 
 
 def test_workspace_does_not_depend_on_the_context():
