@@ -15,8 +15,9 @@
 
 namespace kvtile::testing {
 
-// Kernel error of the CUDA engines: fp16 operands and weights, fp32 state. The bar is 1.5e-3. An lse
-// moves with its scores, whose operands are rounded to fp16: 4e-3 is six deviations at head_dim 64.
+// Kernel error of the CUDA engines: fp16 operands and weights, fp32 state. The bar is 1.5e-3. An
+// lse moves with its scores, whose operands are rounded to fp16: 4e-3 is six deviations at
+// head_dim 64.
 inline constexpr Tolerance kGpuTolerance = {1.5e-3, 4e-3};
 
 class GpuProblem {
