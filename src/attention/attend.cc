@@ -20,7 +20,7 @@ namespace {
 
 constexpr const Backend* kBackends[] = {
 #if defined(KVTILE_CUDA)
-    &kCudaBackend, &kCudaRowsBackend, &kCudaTileBackend,
+    &kCudaBackend, &kCudaRowsBackend, &kCudaTileBackend, &kCudaHopperBackend,
 #endif
     &kCpuBackend};
 

@@ -1,6 +1,6 @@
 // Checks and times the tile engine on the current GPU, without the rest of the library: every case
 // is compared with the float64 oracle on sampled rows before anything is timed. Usage:
-//   tile_check [check] [bench] [json FILE]
+//   tile_check [hopper] [check] [bench] [json FILE]
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -128,6 +128,7 @@ struct Batch {
   DeviceBuffer<float> d_sinks, d_lse;
 };
 
+bool g_hopper = false;
 int g_num_sms = 0, g_shared_bytes = 0, g_arch = 0;
 cudaStream_t g_stream = nullptr;  // launches overlap on a stream of one's own
 
@@ -288,12 +289,18 @@ void make_batch(const Case& spec, Batch* batch) {
   }
 }
 
+const kvtile::cuda::TileAttention& attention_of(int head_dim) {
+  return g_hopper ? kvtile::cuda::hopper_attention(head_dim)
+                  : kvtile::cuda::tile_attention(head_dim, g_shared_bytes);
+}
+
 kvtile::cuda::TileParams prepare(Batch* batch, int64_t tile_tokens) {
   batch->device.tile_tokens = tile_tokens;
   kvtile::cuda::TileDevice device;
   device.num_sms = g_num_sms;
   device.overlaps = g_arch >= 90;
-  const kvtile::cuda::TilePlan plan = kvtile::cuda::make_tile_plan(batch->device, device);
+  const kvtile::cuda::TilePlan plan = kvtile::cuda::make_tile_plan(
+      batch->device, device, attention_of(batch->spec.head_dim).shape);
   if (batch->d_workspace.count < static_cast<size_t>(plan.bytes)) {
     batch->d_workspace = DeviceBuffer<std::byte>(static_cast<size_t>(plan.bytes));
   }
@@ -305,7 +312,7 @@ void run(Batch* batch, int64_t tile_tokens) {
   batch->d_out.fill(0xff);
   batch->d_lse.fill(0xff);
   batch->d_workspace.fill(0xff);
-  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, attention_of(params.plan.head_dim), g_shared_bytes, g_stream));
   CHECK_CUDA(cudaDeviceSynchronize());
   CHECK_CUDA(
       cudaMemcpy(batch->out.data(), batch->d_out.data, batch->out.size(), cudaMemcpyDeviceToHost));
@@ -568,7 +575,7 @@ void check_graph() {
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, stream));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, attention_of(params.plan.head_dim), g_shared_bytes, stream));
   CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
   CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
   CHECK_CUDA(cudaGraphLaunch(exec, stream));
@@ -620,7 +627,7 @@ void bench_case(const std::string& shape, const std::string& preset, int cached,
   CHECK_CUDA(cudaEventCreate(&end));
   for (int i = 0; i < repeats + 1; ++i) {
     CHECK_CUDA(cudaEventRecord(begin, g_stream));
-    CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+    CHECK_CUDA(kvtile::cuda::run_tile(params, attention_of(params.plan.head_dim), g_shared_bytes, g_stream));
     CHECK_CUDA(cudaEventRecord(end, g_stream));
     CHECK_CUDA(cudaEventSynchronize(end));
     float ms;
@@ -628,14 +635,14 @@ void bench_case(const std::string& shape, const std::string& preset, int cached,
     if (i > 0 || repeats == 0) times.push_back(ms);
   }
   const auto host_begin = std::chrono::steady_clock::now();
-  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, attention_of(params.plan.head_dim), g_shared_bytes, g_stream));
   const double host_ms =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - host_begin)
           .count();
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   CHECK_CUDA(cudaStreamBeginCapture(g_stream, cudaStreamCaptureModeGlobal));
-  CHECK_CUDA(kvtile::cuda::run_tile(params, g_shared_bytes, g_stream));
+  CHECK_CUDA(kvtile::cuda::run_tile(params, attention_of(params.plan.head_dim), g_shared_bytes, g_stream));
   CHECK_CUDA(cudaStreamEndCapture(g_stream, &graph));
   CHECK_CUDA(cudaGraphInstantiate(&replay, graph, 0));
   std::vector<float> replays;
@@ -689,7 +696,6 @@ void bench_parts(const std::string& shape, const std::string& preset, int cached
   make_batch(c, &batch);
   run(&batch, 0);
   const auto params = prepare(&batch, 0);
-  const auto& kernels = kvtile::cuda::tile_kernels(c.head_dim, g_shared_bytes);
   const auto time = [&](const std::function<void()>& f) {
     cudaEvent_t begin, end;
     CHECK_CUDA(cudaEventCreate(&begin));
@@ -703,13 +709,13 @@ void bench_parts(const std::string& shape, const std::string& preset, int cached
     CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
     return ms / 10;
   };
-  const float rotate = time([&] { CHECK_CUDA(kernels.rotate(params, {}, g_stream)); });
+  const float rotate = time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_rotate(params, {}, g_stream)); });
   const float image =
       time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_fill(params, {}, false, g_stream)); });
   const float attention = time([&] {
-    CHECK_CUDA(kernels.attention(params, {0, 0, 1, 0}, g_shared_bytes, false, g_stream));
+    CHECK_CUDA(attention_of(c.head_dim).launch(params, {0, 0, 1, 0}, g_shared_bytes, false, g_stream));
   });
-  const float merge = time([&] { CHECK_CUDA(kernels.merge(params, {}, g_stream)); });
+  const float merge = time([&] { CHECK_CUDA(kvtile::cuda::launch_tile_merge(params, {}, g_stream)); });
   const double tokens = static_cast<double>(std::min<int64_t>(params.plan.tile_tokens, cached)) *
                         params.plan.contexts;
   std::printf(
@@ -737,6 +743,7 @@ int main(int argc, char** argv) {
     }
     return false;
   };
+  g_hopper = asked("hopper");
   if (asked("check")) {
     check_all();
     check_graph();

@@ -16,7 +16,8 @@
 namespace kvtile {
 namespace {
 
-constexpr char kAny[] = "cuda", kRows[] = "cuda/rows", kTile[] = "cuda/tile";
+constexpr char kAny[] = "cuda", kRows[] = "cuda/rows", kTile[] = "cuda/tile",
+               kHopper[] = "cuda/hopper";
 
 Status rows_device(const AttentionCall& call, const RunOptions& options,
                    const DeviceInfo** device) {
@@ -26,11 +27,17 @@ Status rows_device(const AttentionCall& call, const RunOptions& options,
   return cuda::cuda_rows_supports(call, **device);
 }
 
+template <cuda::TileEngine kEngine>
+constexpr const char* tile_name() {
+  return kEngine == cuda::TileEngine::kHopper ? kHopper : kTile;
+}
+
+template <cuda::TileEngine kEngine>
 Status tile_device(const AttentionCall& call, const RunOptions& options,
                    const DeviceInfo** device) {
-  KVTILE_RETURN_IF_ERROR(backend_device(kTile, options.device, device));
-  KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(call.cache, kTile));
-  return cuda::cuda_tile_supports(call, **device);
+  KVTILE_RETURN_IF_ERROR(backend_device(tile_name<kEngine>(), options.device, device));
+  KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(call.cache, tile_name<kEngine>()));
+  return cuda::cuda_tile_supports(kEngine, call, **device);
 }
 
 Status check_pointers(const AttentionCall& call, Workspace workspace, const DeviceInfo& device) {
@@ -93,25 +100,29 @@ Status rows_run(const AttentionCall& call, Workspace workspace, const RunOptions
   return cuda::cuda_rows_run(call, workspace, *device, static_cast<cudaStream_t>(options.stream));
 }
 
+template <cuda::TileEngine kEngine>
 Status tile_supports(const AttentionCall& call, const RunOptions& options) {
   const DeviceInfo* device;
-  return tile_device(call, options, &device);
+  return tile_device<kEngine>(call, options, &device);
 }
 
+template <cuda::TileEngine kEngine>
 Status tile_workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
   const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(tile_device(call, options, &device));
-  return cuda::cuda_tile_workspace_bytes(call, *device, bytes);
+  KVTILE_RETURN_IF_ERROR(tile_device<kEngine>(call, options, &device));
+  return cuda::cuda_tile_workspace_bytes(kEngine, call, *device, bytes);
 }
 
+template <cuda::TileEngine kEngine>
 Status tile_run(const AttentionCall& call, Workspace workspace, const RunOptions& options,
                 RunReport* report) {
   const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(tile_device(call, options, &device));
+  KVTILE_RETURN_IF_ERROR(tile_device<kEngine>(call, options, &device));
   KVTILE_RETURN_IF_ERROR(check_memory(call, workspace, options, *device));
-  fill_report(kTile, report);
+  fill_report(tile_name<kEngine>(), report);
   const CurrentDevice current(*device);
-  return cuda::cuda_tile_run(call, workspace, *device, static_cast<cudaStream_t>(options.stream),
+  return cuda::cuda_tile_run(kEngine, call, workspace, *device,
+                             static_cast<cudaStream_t>(options.stream),
                              report != nullptr ? &report->tile_tokens : nullptr);
 }
 
@@ -119,10 +130,12 @@ Status tile_run(const AttentionCall& call, Workspace workspace, const RunOptions
 Status choose(const AttentionCall& call, const RunOptions& options, const Backend** engine) {
   const DeviceInfo* device;
   KVTILE_RETURN_IF_ERROR(backend_device(kAny, options.device, &device));
-  const Status rows = rows_supports(call, options), tile = tile_supports(call, options);
-  if (!rows.ok() && !tile.ok()) return tile;
-  const bool take_rows = rows.ok() && (!tile.ok() || cuda::rows_are_cheaper(call, *device));
-  *engine = take_rows ? &kCudaRowsBackend : &kCudaTileBackend;
+  const Backend* tile = kCudaHopperBackend.supports(call, options).ok() ? &kCudaHopperBackend
+                                                                         : &kCudaTileBackend;
+  const Status rows = rows_supports(call, options), tile_status = tile->supports(call, options);
+  if (!rows.ok() && !tile_status.ok()) return tile_status;
+  const bool take_rows = rows.ok() && (!tile_status.ok() || cuda::rows_are_cheaper(call, *device));
+  *engine = take_rows ? &kCudaRowsBackend : tile;
   return {};
 }
 
@@ -158,6 +171,11 @@ Status any_run(const AttentionCall& call, Workspace workspace, const RunOptions&
 
 const Backend kCudaBackend = {kAny, any_supports, any_workspace, any_run};
 const Backend kCudaRowsBackend = {kRows, rows_supports, rows_workspace, rows_run};
-const Backend kCudaTileBackend = {kTile, tile_supports, tile_workspace, tile_run};
+const Backend kCudaTileBackend = {
+    kTile, tile_supports<cuda::TileEngine::kPortable>, tile_workspace<cuda::TileEngine::kPortable>,
+    tile_run<cuda::TileEngine::kPortable>};
+const Backend kCudaHopperBackend = {
+    kHopper, tile_supports<cuda::TileEngine::kHopper>, tile_workspace<cuda::TileEngine::kHopper>,
+    tile_run<cuda::TileEngine::kHopper>};
 
 }  // namespace kvtile

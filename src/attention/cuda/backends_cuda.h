@@ -9,6 +9,7 @@ namespace kvtile {
 extern const Backend kCudaBackend;
 extern const Backend kCudaRowsBackend;
 extern const Backend kCudaTileBackend;
+extern const Backend kCudaHopperBackend;
 
 // merge_states() on backend "cuda"; the call's host side is valid.
 Status merge_states_cuda(const MergeCall& call, const RunOptions& options);

@@ -1,4 +1,4 @@
-// Host side of the tile backend: the support predicate, the plan, and the launch sequence.
+// Host side of the tile backends: the support predicate, the plan, and the launch sequence.
 #include <limits>
 #include <string>
 
@@ -13,19 +13,32 @@ Status refused(StatusCode code, const char* argument, const std::string& got,
   return Status(code, std::string(argument) + ": got " + got + ", wanted " + wanted);
 }
 
-TilePlan plan_for(const AttentionCall& call, const DeviceInfo& device) {
-  return make_tile_plan(call, TileDevice{device.num_sms, device.arch >= 90});
+// For a head_dim that has one.
+const TileAttention& attention_of(TileEngine engine, const AttentionCall& call,
+                                  const DeviceInfo& device) {
+  const int head_dim = call.cache.format.head_dim;
+  return engine == TileEngine::kHopper ? hopper_attention(head_dim)
+                                       : tile_attention(head_dim, device.shared_bytes_per_block);
+}
+
+TilePlan plan_for(TileEngine engine, const AttentionCall& call, const DeviceInfo& device) {
+  return make_tile_plan(call, TileDevice{device.num_sms, device.arch >= 90},
+                        attention_of(engine, call, device).shape);
 }
 
 }  // namespace
 
-Status cuda_tile_supports(const AttentionCall& call, const DeviceInfo& device) {
+Status cuda_tile_supports(TileEngine engine, const AttentionCall& call, const DeviceInfo& device) {
+  if (engine == TileEngine::kHopper && device.arch != 90) {
+    return refused(StatusCode::kUnsupported, "device", device.name,
+                   "compute capability 9.0 on backend cuda/hopper");
+  }
   const int head_dim = call.cache.format.head_dim;
   if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
     return refused(StatusCode::kUnsupported, "head_dim", std::to_string(head_dim),
                    "64, 128 or 256 on CUDA");
   }
-  const int least = tile_kernels(head_dim, device.shared_bytes_per_block).min_shared_bytes;
+  const int least = attention_of(engine, call, device).min_shared_bytes;
   if (device.shared_bytes_per_block < least) {
     return refused(StatusCode::kUnsupported, "device", device.name,
                    "at least " + std::to_string(least) + " bytes of shared memory a block");
@@ -38,27 +51,30 @@ Status cuda_tile_supports(const AttentionCall& call, const DeviceInfo& device) {
   return {};
 }
 
-Status cuda_tile_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
-                                 size_t* bytes) {
-  if (Status status = cuda_tile_supports(call, device); !status.ok()) return status;
+Status cuda_tile_workspace_bytes(TileEngine engine, const AttentionCall& call,
+                                 const DeviceInfo& device, size_t* bytes) {
+  if (Status status = cuda_tile_supports(engine, call, device); !status.ok()) return status;
   *bytes = call.total_q == 0 || call.num_seqs == 0
                ? 0
-               : static_cast<size_t>(plan_for(call, device).bytes);
+               : static_cast<size_t>(plan_for(engine, call, device).bytes);
   return {};
 }
 
-Status cuda_tile_run(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
-                     cudaStream_t stream, int64_t* tile_tokens) {
+Status cuda_tile_run(TileEngine engine, const AttentionCall& call, Workspace workspace,
+                     const DeviceInfo& device, cudaStream_t stream, int64_t* tile_tokens) {
   size_t needed = 0;
-  if (Status status = cuda_tile_workspace_bytes(call, device, &needed); !status.ok()) return status;
+  if (Status status = cuda_tile_workspace_bytes(engine, call, device, &needed); !status.ok()) {
+    return status;
+  }
   if (workspace.bytes < needed) {
     return refused(StatusCode::kWorkspaceTooSmall, "workspace",
                    std::to_string(workspace.bytes) + " bytes", std::to_string(needed));
   }
   if (call.total_q == 0) return {};
-  const TilePlan plan = plan_for(call, device);
+  const TilePlan plan = plan_for(engine, call, device);
   if (tile_tokens != nullptr) *tile_tokens = plan.tile_tokens;
   return cuda_status("tile", run_tile(make_tile_params(call, plan, workspace.data),
+                                      attention_of(engine, call, device),
                                       device.shared_bytes_per_block, stream));
 }
 

@@ -1,4 +1,5 @@
-// The tile backend: any number of query rows, built for more than 32 packed rows of a KV head.
+// The tile backends, cuda/tile and cuda/hopper: any number of query rows, built for more than 32
+// packed rows of a KV head. They differ in the kernel that attends over the image.
 // Nothing is allocated, synchronised or read back; launches depend on the call's shape and hints
 // alone, so a call can be captured and replayed after its device arrays changed.
 #pragma once
@@ -14,16 +15,18 @@
 
 namespace kvtile::cuda {
 
+enum class TileEngine { kPortable, kHopper };
+
 // Shape and device only; names the parameter it refuses.
-Status cuda_tile_supports(const AttentionCall& call, const DeviceInfo& device);
+Status cuda_tile_supports(TileEngine engine, const AttentionCall& call, const DeviceInfo& device);
 
 // Exact and free of lengths; monotone in total_q.
-Status cuda_tile_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
-                                 size_t* bytes);
+Status cuda_tile_workspace_bytes(TileEngine engine, const AttentionCall& call,
+                                 const DeviceInfo& device, size_t* bytes);
 
 // Launches on `stream`. The call is valid and supported; all its pointers are the device's.
 // *tile_tokens, if not null, is what one tile of a context holds.
-Status cuda_tile_run(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
-                     cudaStream_t stream, int64_t* tile_tokens = nullptr);
+Status cuda_tile_run(TileEngine engine, const AttentionCall& call, Workspace workspace,
+                     const DeviceInfo& device, cudaStream_t stream, int64_t* tile_tokens = nullptr);
 
 }  // namespace kvtile::cuda

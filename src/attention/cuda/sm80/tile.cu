@@ -41,7 +41,7 @@ cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early
   const TilePlan& plan = params.plan;
   const int sms = early ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
   const int blocks =
-      std::min(sms * fill_blocks_of_sm(plan.head_dim), plan.contexts * plan.image_blocks());
+      std::min(sms * fill_blocks_of_sm(plan.head_dim), plan.contexts * plan.fill_blocks());
   const size_t shared = fill_bytes<kKeyBits, kValueBits>(plan);
   return launch_kernel(fill_kernel<kKeyBits, kValueBits>(plan.head_dim),
                        dim3(static_cast<unsigned>(blocks)), fill_threads(plan.head_dim), shared,
@@ -79,11 +79,17 @@ TileStep step_after(const TilePlan& plan, TileStep at) {
 
 }  // namespace
 
-const TileKernels& tile_kernels(int head_dim, int shared_bytes_per_block) {
-  if (head_dim == 64) return kTileKernels64;
-  if (head_dim == 256) return kTileKernels256;
-  return shared_bytes_per_block < kTileKernels128.min_shared_bytes ? kTileKernels128Small
-                                                                   : kTileKernels128;
+const TileAttention& tile_attention(int head_dim, int shared_bytes_per_block) {
+  if (head_dim == 64) return kTileAttention64;
+  if (head_dim == 256) return kTileAttention256;
+  return shared_bytes_per_block < kTileAttention128.min_shared_bytes ? kTileAttention128Small
+                                                                     : kTileAttention128;
+}
+
+const TileAttention& hopper_attention(int head_dim) {
+  return head_dim == 64    ? kHopperAttention64
+         : head_dim == 128 ? kHopperAttention128
+                           : kHopperAttention256;
 }
 
 cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream) {
@@ -118,10 +124,10 @@ TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, voi
   return params;
 }
 
-cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaStream_t stream) {
+cudaError_t run_tile(const TileParams& params, const TileAttention& attention,
+                     int shared_bytes_per_block, cudaStream_t stream) {
   const TilePlan& plan = params.plan;
-  const TileKernels& kernels = tile_kernels(plan.head_dim, shared_bytes_per_block);
-  KVTILE_RETURN_IF_CUDA_ERROR(kernels.prepare(shared_bytes_per_block));
+  KVTILE_RETURN_IF_CUDA_ERROR(attention.prepare(shared_bytes_per_block));
   KVTILE_RETURN_IF_CUDA_ERROR(
       fill_of(params.format).prepare(plan.head_dim, shared_bytes_per_block));
   KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_sequences(params, stream));
@@ -132,13 +138,13 @@ cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaS
     if (first || !overlaps) {
       KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, false, stream));
     }
-    if (opens) KVTILE_RETURN_IF_CUDA_ERROR(kernels.rotate(params, at, stream));
+    if (opens) KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_rotate(params, at, stream));
     KVTILE_RETURN_IF_CUDA_ERROR(
-        kernels.attention(params, at, shared_bytes_per_block, overlaps && !opens, stream));
+        attention.launch(params, at, shared_bytes_per_block, overlaps && !opens, stream));
     if (overlaps && next.context_group < plan.num_context_groups) {
       KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, next, true, stream));
     }
-    if (next.step == 0) KVTILE_RETURN_IF_CUDA_ERROR(kernels.merge(params, at, stream));
+    if (next.step == 0) KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_merge(params, at, stream));
   }
   return cudaSuccess;
 }

@@ -11,13 +11,16 @@
 
 #include "src/attention/cuda/image.h"
 #include "src/attention/cuda/sm80/tile_params.h"
+#include "src/attention/cuda/sm80/tile_state.cuh"
 #include "src/core/half2.h"
 #include "src/core/ptx.cuh"
 
 namespace kvtile::cuda {
 
+inline constexpr int kTileWarps = 8;
+inline constexpr int kTileThreads = 32 * kTileWarps;
+inline constexpr int kBlockTokens = portable_shape(128).block_tokens;
 inline constexpr int kMaxStages = 16;
-inline constexpr float kLazyGrowth = 3.0f;
 
 // Measured choices (docs/kernels/tile.md). k16 steps of probabilities that are ready before a turn
 // begins; the others are computed while the first ones multiply. And the k16 step of the scores at
@@ -60,10 +63,10 @@ __device__ __forceinline__ void start_piece(const TileParams& params, const Tile
   const SequenceInfo* sequences = params.sequences();
   shared->local = -1;
   if (shared->unit >= shared->end_unit) return;
-  const int local = static_cast<int>(shared->unit / plan.period_blocks);
-  const int first = static_cast<int>(shared->unit % plan.period_blocks);
+  const int local = static_cast<int>(shared->unit / plan.period_blocks());
+  const int first = static_cast<int>(shared->unit % plan.period_blocks());
   const int run = static_cast<int>(
-      min(static_cast<int64_t>(plan.period_blocks - first), shared->end_unit - shared->unit));
+      min(static_cast<int64_t>(plan.period_blocks() - first), shared->end_unit - shared->unit));
   shared->unit += run;
   const GroupRows group = shared->group;
   const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
@@ -74,7 +77,7 @@ __device__ __forceinline__ void start_piece(const TileParams& params, const Tile
   shared->sequence = sequences[view.seq];
   shared->first_row = (group.begin + local - row_blocks_before(plan, sequences, context)) * kRows;
   shared->num_rows = shared->sequence.q_len * plan.group;
-  shared->walk.period = plan.period_blocks;
+  shared->walk.period = plan.period_blocks();
   shared->walk.first = first;
   shared->walk.run = run;
   const StepRange range = step_range(plan, view, at.step);
@@ -129,133 +132,6 @@ __device__ __forceinline__ int after_all(const uint32_t (&p)[kRowTiles][kSteps][
     }
   }
   return static_cast<int>(any >> 31);
-}
-
-__device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
-
-// Adds this span's accumulators to the carried state of the piece and clears them. The carried
-// state is read only when `carried`, that is after the piece's first span; a row whose carried
-// reference is -inf has no payload. While no reference has `moved` since it was written, the sums
-// are made in the memory and nobody waits for them: the same bits. Not on sm_120, where `moved`
-// would spill.
-template <int kHeadDim, int kRowTiles>
-__device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4],
-                                           float (&l)[kRowTiles][2], const float (&m)[kRowTiles][2],
-                                           float4* carry, float2* softmax, bool carried,
-                                           bool moved) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#if __CUDA_ARCH__ == 900
-  if (carried && !moved) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float sum = l[i][r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        float2* row = softmax + (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
-        if (lane % 4 == 0) ptx::add_global(&row->y, sum);
-        l[i][r] = 0.0f;
-      }
-      float4* fragment = carry + ((warp * kRowTiles + i) * (kHeadDim / 8)) * 32 + lane;
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        ptx::add_global4(fragment + j * 32, o[i][j]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[i][j][e] = 0.0f;
-      }
-    }
-    return;
-  }
-#endif
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-    float alpha[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = l[i][r];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      float2* row = softmax + (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
-      alpha[r] = 0.0f;
-      if (carried) {
-        const float2 before = __ldcg(row);
-        alpha[r] = before.x == negative_infinity() ? 0.0f : ptx::ex2(before.x - m[i][r]);
-        sum = fmaf(before.y, alpha[r], sum);
-        __syncwarp();
-      }
-      if (lane % 4 == 0) *row = make_float2(m[i][r], sum);
-      l[i][r] = 0.0f;
-    }
-    float4* fragment = carry + ((warp * kRowTiles + i) * (kHeadDim / 8)) * 32 + lane;
-    if (carried) {
-#pragma unroll
-      for (int j0 = 0; j0 < kHeadDim / 8; j0 += 4) {
-        float4 before[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) before[j] = __ldcg(fragment + (j0 + j) * 32);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float(&a)[4] = o[i][j0 + j];
-          if (alpha[0] != 0.0f) {
-            a[0] = fmaf(before[j].x, alpha[0], a[0]);
-            a[1] = fmaf(before[j].y, alpha[0], a[1]);
-          }
-          if (alpha[1] != 0.0f) {
-            a[2] = fmaf(before[j].z, alpha[1], a[2]);
-            a[3] = fmaf(before[j].w, alpha[1], a[3]);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float(&a)[4] = o[i][j0 + j];
-          fragment[(j0 + j) * 32] = make_float4(a[0], a[1], a[2], a[3]);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-        const float(&a)[4] = o[i][j];
-        fragment[j * 32] = make_float4(a[0], a[1], a[2], a[3]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[i][j][e] = 0.0f;
-    }
-  }
-}
-
-// Rows that see a non-finite value element are lost in its dimension. The image holds 0 in its
-// place (hidden elements must not reach a row as 0 * inf) and lost_tokens[d] names its token.
-template <int kHeadDim, int kRowTiles>
-__device__ __forceinline__ void lose_non_finite(float (&o)[kRowTiles][kHeadDim / 8][4],
-                                                const uint64_t* lost_tokens, const int2* warp_keys,
-                                                int first_key) {
-  const int lane = threadIdx.x % 32;
-  const auto seen = [first_key](int2 keys) {
-    const int begin = min(max(keys.x - first_key, 0), kBlockTokens);
-    const int end = min(max(keys.y - first_key, 0), kBlockTokens);
-    const uint64_t below_end = end == kBlockTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-    return begin == kBlockTokens ? 0 : below_end & ~((uint64_t{1} << begin) - 1);
-  };
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint64_t tokens = seen(warp_keys[i * 16 + r * 8 + lane / 4]);
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if ((lost_tokens[8 * j + lane % 4 * 2 + e] & tokens) != 0) {
-            o[i][j][2 * r + e] = __int_as_float(0x7fffffff);
-          }
-        }
-      }
-    }
-  }
 }
 
 // kSharedSteps: k16 steps whose query fragments wait in shared memory (each lane reads back its own
@@ -602,7 +478,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       // probabilities, both sub-tiles, and the first value fragments.
       const int next_block = shared.walk.after(block);
       const bool last = k + 1 == shared.walk.count;
-      const bool span_ends = last || next_block / kSpanBlocks != block / kSpanBlocks;
+      const bool span_ends = last || next_block / (kSpanTokens / kBlockTokens) != block / (kSpanTokens / kBlockTokens);
       const bool pause = span_ends || shared.lossy;
       const uint32_t values = stages + stage * kStageBytes + value_lane;
       const uint32_t keys = stages + stage * kStageBytes + kPlaneBytes + key_lane;
@@ -634,11 +510,12 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         if (shared.lossy && shared.flags[block - shared.first_block] != 0) {
           lose_non_finite<kHeadDim, kRowTiles>(
               o, shared.lost_tokens + static_cast<int64_t>(block - shared.first_block) * kHeadDim,
-              shared.row_keys + warp * kRowTiles * 16, first_key);
+              first_key,
+              [&](int row) { return shared.row_keys[warp * kRowTiles * 16 + row]; });
         }
         if (span_ends) {
           const bool carried =
-              at.step > 0 || block / kSpanBlocks != shared.walk.block(0) / kSpanBlocks;
+              at.step > 0 || block / (kSpanTokens / kBlockTokens) != shared.walk.block(0) / (kSpanTokens / kBlockTokens);
           flush_span<kHeadDim, kRowTiles>(o, l, m, shared.carry, shared.softmax, carried, moved);
           moved = false;
           if (last) break;

@@ -28,28 +28,34 @@ cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, siz
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
-// Kernels compiled for one head_dim; each launch returns the launch's own error.
-struct TileKernels {
+// An attention kernel over the image, for one head_dim, and what it wants of the plan; launches
+// return their own error.
+struct TileAttention {
+  TileShape shape;
+  int min_shared_bytes;  // of a thread block
   cudaError_t (*prepare)(
       int shared_bytes_per_block);  // raises the shared memory limit, once a call
-  cudaError_t (*attention)(const TileParams& params, const TileStep& at, int shared_bytes_per_block,
-                           bool early, cudaStream_t stream);
-  cudaError_t (*rotate)(const TileParams& params, const TileStep& at, cudaStream_t stream);
-  cudaError_t (*merge)(const TileParams& params, const TileStep& at, cudaStream_t stream);
-  int min_shared_bytes;  // of a thread block of the attention kernel
+  cudaError_t (*launch)(const TileParams& params, const TileStep& at, int shared_bytes_per_block,
+                        bool early, cudaStream_t stream);
 };
 
-extern const TileKernels kTileKernels64, kTileKernels128, kTileKernels128Small, kTileKernels256;
+extern const TileAttention kTileAttention64, kTileAttention128, kTileAttention128Small,
+    kTileAttention256, kHopperAttention64, kHopperAttention128, kHopperAttention256;
 
-// The kernels for head_dim 64, 128 or 256 that suit a device.
-const TileKernels& tile_kernels(int head_dim, int shared_bytes_per_block);
+// For head_dim 64, 128 or 256: with mma.sync, what suits a device; with wgmma.
+const TileAttention& tile_attention(int head_dim, int shared_bytes_per_block);
+const TileAttention& hopper_attention(int head_dim);
 
+cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, cudaStream_t stream);
+cudaError_t launch_tile_merge(const TileParams& params, const TileStep& at, cudaStream_t stream);
 cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream);
 // On the SMs that do not attend if `early`, on all of them otherwise.
 cudaError_t launch_tile_fill(const TileParams& params, const TileStep& at, bool early,
                              cudaStream_t stream);
 
 TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, void* workspace);
-cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaStream_t stream);
+// The plan was made for the kernel's shape.
+cudaError_t run_tile(const TileParams& params, const TileAttention& attention,
+                     int shared_bytes_per_block, cudaStream_t stream);
 
 }  // namespace kvtile::cuda

@@ -2,5 +2,5 @@
 #include "src/attention/cuda/sm80/tile_instance.cuh"
 
 namespace kvtile::cuda {
-KVTILE_TILE_KERNELS(kTileKernels128, 128, 8);
+KVTILE_TILE_ATTENTION(kTileAttention128, 128, 8);
 }  // namespace kvtile::cuda

@@ -3,5 +3,5 @@
 #include "src/attention/cuda/sm80/tile_instance.cuh"
 
 namespace kvtile::cuda {
-KVTILE_TILE_KERNELS(kTileKernels128Small, 128, 7);
+KVTILE_TILE_ATTENTION(kTileAttention128Small, 128, 7);
 }  // namespace kvtile::cuda

@@ -2,5 +2,5 @@
 #include "src/attention/cuda/sm80/tile_instance.cuh"
 
 namespace kvtile::cuda {
-KVTILE_TILE_KERNELS(kTileKernels256, 256, 8);
+KVTILE_TILE_ATTENTION(kTileAttention256, 256, 8);
 }  // namespace kvtile::cuda

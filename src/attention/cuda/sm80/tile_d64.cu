@@ -2,5 +2,5 @@
 #include "src/attention/cuda/sm80/tile_instance.cuh"
 
 namespace kvtile::cuda {
-KVTILE_TILE_KERNELS(kTileKernels64, 64, 0);
+KVTILE_TILE_ATTENTION(kTileAttention64, 64, 0);
 }  // namespace kvtile::cuda

@@ -18,7 +18,8 @@ struct FillContext {
   int q_begin = 0, cached_len = 0;
   int first_position = 0;       // of the block table
   int begin = 0, end = 0;       // keys that any row of the group sees
-  int first = 0, last_end = 0;  // keys of the step
+  int first = 0;                       // key of the step
+  int filled_begin = 0, filled_end = 0;  // keys of the step in whole sub-tiles of the image
 };
 
 // Where a token of a key block comes from. Hidden tokens are zeros and are not read.
@@ -58,7 +59,7 @@ constexpr int fill_pairs(int key_bits) { return key_bits == 8 ? 0 : 1 << (2 * ke
 // Pairs of levels, two blocks of rows, the contexts.
 constexpr size_t fill_dynamic_bytes(int key_bits, int slot_bytes, int contexts) {
   return static_cast<size_t>(fill_pairs(key_bits)) * kPairCopies * sizeof(LevelPair) +
-         static_cast<size_t>(2 * kBlockTokens * 4 * fill_pitch(slot_bytes)) +
+         static_cast<size_t>(2 * kFillTokens * 4 * fill_pitch(slot_bytes)) +
          static_cast<size_t>(contexts) * sizeof(FillContext);
 }
 
@@ -82,10 +83,20 @@ __device__ __forceinline__ float row_half(const uint32_t* row, uint32_t offset) 
   return __half2float(__ushort_as_half(static_cast<uint16_t>(row_word(row, offset))));
 }
 
-__device__ __forceinline__ void store_chunk(std::byte* plane, int chunk, int token,
-                                            const uint32_t (&words)[4]) {
-  *reinterpret_cast<uint4*>(plane + chunk_offset(chunk, token, kBlockTokens)) =
-      make_uint4(words[0], words[1], words[2], words[3]);
+// Where the keys and the values of a fill block lie: in a sub-tile of the image, which may hold
+// several.
+struct FillTarget {
+  std::byte *key, *value;  // the sub-tile's planes
+  int first_token;         // of the fill block in the sub-tile
+  int subtile_tokens;
+
+  __device__ __forceinline__ std::byte* at(std::byte* plane, int chunk, int token) const {
+    return plane + chunk_offset(chunk, first_token + token, subtile_tokens);
+  }
+};
+
+__device__ __forceinline__ void store_chunk(std::byte* target, const uint32_t (&words)[4]) {
+  *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 __device__ __forceinline__ FillContext fill_context(const TileParams& params, const TileStep& at,
@@ -103,7 +114,10 @@ __device__ __forceinline__ FillContext fill_context(const TileParams& params, co
   context.begin = view.begin;
   context.end = view.end;
   context.first = range.begin;
-  context.last_end = range.end;
+  // An attention kernel reads whole sub-tiles.
+  const int subtile = params.plan.shape.block_tokens;
+  context.filled_begin = view.begin / subtile * subtile;
+  context.filled_end = (range.end + subtile - 1) / subtile * subtile;
   return context;
 }
 
@@ -139,10 +153,10 @@ __device__ __forceinline__ uint32_t code_pair(uint32_t codes, int e) {
 // Packed bytes to shared memory in aligned words. The first may start inside the slot before (in
 // the pool all the same); the last is read only as far as the slot reaches.
 template <int kWarps, int kSlotBytes>
-__device__ __forceinline__ void copy_rows(const TokenSource (&sources)[kBlockTokens],
+__device__ __forceinline__ void copy_rows(const TokenSource (&sources)[kFillTokens],
                                           uint32_t rows) {
   constexpr int kWords = (kSlotBytes + 2 + 3) / 4, kWhole = kWords / 32, kRest = kWords % 32;
-  constexpr int kOwnTokens = kBlockTokens / kWarps;
+  constexpr int kOwnTokens = kFillTokens / kWarps;
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kOwnTokens;
   const uint32_t target = rows + 4 * (first * fill_pitch(kSlotBytes));
   const auto copy_last = [&](int token, int word) {
@@ -184,9 +198,9 @@ __device__ __forceinline__ void copy_rows(const TokenSource (&sources)[kBlockTok
 // dimensions, so that a warp stores 512 contiguous bytes. True if a value element is not finite.
 template <int kKeyBits, int kValueBits, int kHeadDim, int kWarps>
 __device__ __forceinline__ bool dequantise(const TileParams& params, const LevelPair* pairs,
-                                           float (&squares)[kWarps / 2][kBlockTokens],
+                                           float (&squares)[kWarps / 2][kFillTokens],
                                            const TokenSource& source, const uint32_t* row,
-                                           std::byte* key_plane, std::byte* value_plane) {
+                                           const FillTarget& target) {
   constexpr int kLanesOfToken = kWarps / 2;
   constexpr int kOwnChunks = kHeadDim / kChunkDims / kLanesOfToken;
   constexpr SlotFormat kSlot = fill_format(kKeyBits, kValueBits, kHeadDim);
@@ -236,7 +250,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
         for (int e = 0; e < 4; ++e) {
           words[e] = half2_fma(levels[i][e], high, half2_mul(levels[i][e], low));
         }
-        store_chunk(key_plane, own + i * kLanesOfToken, t, words);
+        store_chunk(target.at(target.key, own + i * kLanesOfToken, t), words);
       }
     }
   } else if (source.chunk_token < 0) {
@@ -255,7 +269,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
       } else if (source.visible) {
         words[0] = words[1] = words[2] = words[3] = 0x7fff7fffu;
       }
-      store_chunk(key_plane, chunk, t, words);
+      store_chunk(target.at(target.key, chunk, t), words);
     }
   }
   if (source.chunk_token >= 0) return false;
@@ -299,7 +313,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
         words[e] = ptx::cvt_half2(x[0], x[1]);
       }
     }
-    store_chunk(value_plane, chunk, t, words);
+    store_chunk(target.at(target.value, chunk, t), words);
   }
   return lossy;
 }
@@ -308,14 +322,14 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
 // in the image. True if a value element is not finite.
 template <int kHeadDim, int kWarps>
 __device__ __forceinline__ bool round_raw(const AttentionParams& call, const SlotFormat& format,
-                                          const TokenSource (&sources)[kBlockTokens], int head,
-                                          std::byte* key_plane, std::byte* value_plane) {
+                                          const TokenSource (&sources)[kFillTokens], int head,
+                                          const FillTarget& target) {
   constexpr int kPer = kHeadDim / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Finite elements beyond fp16 saturate, as the store's norms and values do.
   const auto saturate = [](float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); };
   bool lossy = false;
-  for (int token = warp; token < kBlockTokens; token += kWarps) {
+  for (int token = warp; token < kFillTokens; token += kWarps) {
     const int64_t chunk_token = sources[token].chunk_token;
     if (chunk_token < 0) continue;
     const int64_t key_at =
@@ -333,8 +347,8 @@ __device__ __forceinline__ bool round_raw(const AttentionParams& call, const Slo
       const float a = isfinite(x[e]) ? saturate(x[e]) : x[e];
       const float b = isfinite(x[e + 1]) ? saturate(x[e + 1]) : x[e + 1];
       const int d = kPer * lane + e;
-      *reinterpret_cast<uint32_t*>(key_plane + chunk_offset(d / 8, token, kBlockTokens) +
-                                   d % 8 * 2) = ptx::cvt_half2(a, b);
+      *reinterpret_cast<uint32_t*>(target.at(target.key, d / 8, token) + d % 8 * 2) =
+          ptx::cvt_half2(a, b);
     }
 #pragma unroll
     for (int e = 0; e < kPer; e += 2) {
@@ -344,8 +358,8 @@ __device__ __forceinline__ bool round_raw(const AttentionParams& call, const Slo
       lossy |= !isfinite(a) || !isfinite(b);
       a = isfinite(a) ? saturate(a) : 0.0f;
       b = isfinite(b) ? saturate(b) : 0.0f;
-      *reinterpret_cast<uint32_t*>(value_plane + chunk_offset(d / 8, token, kBlockTokens) +
-                                   d % 8 * 2) = ptx::cvt_half2(a, b);
+      *reinterpret_cast<uint32_t*>(target.at(target.value, d / 8, token) + d % 8 * 2) =
+          ptx::cvt_half2(a, b);
     }
   }
   return lossy;
@@ -354,11 +368,11 @@ __device__ __forceinline__ bool round_raw(const AttentionParams& call, const Slo
 // Which tokens of a key block have a value element that is not finite, by dimension.
 template <int kValueBits>
 __device__ void name_lost_tokens(const AttentionParams& call, const SlotFormat& format,
-                                 const TokenSource (&sources)[kBlockTokens], int head,
+                                 const TokenSource (&sources)[kFillTokens], int head,
                                  const uint32_t* rows, int pitch, uint64_t* lost_tokens) {
   for (int d = threadIdx.x; d < format.head_dim; d += blockDim.x) {
     uint64_t tokens = 0;
-    for (int token = 0; token < kBlockTokens; ++token) {
+    for (int token = 0; token < kFillTokens; ++token) {
       const TokenSource from = sources[token];
       bool lost = false;
       if (from.chunk_token >= 0) {
@@ -388,18 +402,18 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   constexpr int kWarps = kThreads / 32;
   constexpr int kSlotBytes = fill_format(kKeyBits, kValueBits, kHeadDim).slot_bytes();
   constexpr int kPitch = fill_pitch(kSlotBytes);
-  constexpr int kRowsWords = kBlockTokens * kPitch;
+  constexpr int kRowsWords = kFillTokens * kPitch;
   constexpr int kPairs = fill_pairs(kKeyBits);
   extern __shared__ __align__(16) std::byte dynamic[];
   auto* pairs = reinterpret_cast<LevelPair*>(dynamic);                     // [pair of codes][copy]
   auto* rows = reinterpret_cast<uint32_t*>(pairs + kPairs * kPairCopies);  // [2][64][pitch]
-  __shared__ TokenSource sources[2][kBlockTokens];
-  __shared__ int pages[kBlockTokens], following;
-  __shared__ float squares[kWarps / 2][kBlockTokens];
+  __shared__ TokenSource sources[2][kFillTokens];
+  __shared__ int pages[kFillTokens], following;
+  __shared__ float squares[kWarps / 2][kFillTokens];
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
   auto* contexts = reinterpret_cast<FillContext*>(rows + 2 * kRowsWords);
-  const bool describes = threadIdx.x < kBlockTokens;
+  const bool describes = threadIdx.x < kFillTokens;
 
 #if __CUDA_ARCH__ >= 900
   ptx::grid_dependency_launch();  // the attention over this tile: it waits for us
@@ -417,22 +431,22 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   __syncthreads();
 
   // Key blocks are numbered through all contexts; the next one that holds a visible key.
-  const int per_context = plan.image_blocks(), end = num_contexts * per_context;
+  const int per_context = plan.fill_blocks(), end = num_contexts * per_context;
   const auto context_of = [&](int work) {
-    return static_cast<int>(plan.image_divisor.divide(static_cast<uint32_t>(work)));
+    return static_cast<int>(plan.block_divisor.divide(static_cast<uint32_t>(work)));
   };
   const auto used_from = [&](int work) {
     for (; work < end; work += gridDim.x) {
       const int index = context_of(work), block = work - index * per_context;
-      const int first = contexts[index].first + block * kBlockTokens;
-      if (first >= contexts[index].last_end) continue;
-      if (first + kBlockTokens > contexts[index].begin) break;
+      const int first = contexts[index].first + block * kFillTokens;
+      if (first >= contexts[index].filled_end) continue;
+      if (first + kFillTokens > contexts[index].filled_begin) break;
       if (threadIdx.x == 0) params.flags(at.buffer, index)[block] = 0;
     }
     return min(work, end);
   };
   const auto own_token = [&](int work, const FillContext& context, int index) {
-    return context.first + (work - index * per_context) * kBlockTokens +
+    return context.first + (work - index * per_context) * kFillTokens +
            static_cast<int>(threadIdx.x);
   };
   // A thread reads the page of its own token, so that its own wait is enough before describe().
@@ -485,17 +499,19 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
 
     const int context = context_of(work), block = work - context * per_context;
     const int head = contexts[context].head;
-    std::byte* key_plane =
-        params.image(at.buffer, context) + block * subtile_bytes(kBlockTokens, kHeadDim);
-    std::byte* value_plane = key_plane + plane_bytes(kBlockTokens, kHeadDim);
+    FillTarget target;
+    target.subtile_tokens = plan.shape.block_tokens;
+    const int subtile = block * kFillTokens / target.subtile_tokens;
+    target.first_token = block * kFillTokens - subtile * target.subtile_tokens;
+    target.key = params.image(at.buffer, context) +
+                 subtile * subtile_bytes(target.subtile_tokens, kHeadDim);
+    target.value = target.key + plane_bytes(target.subtile_tokens, kHeadDim);
     const uint32_t* own_rows = rows + buffer * kRowsWords;
-    const int token = threadIdx.x % kBlockTokens;
+    const int token = threadIdx.x % kFillTokens;
     bool lossy = dequantise<kKeyBits, kValueBits, kHeadDim, kWarps>(
-        params, pairs, squares, sources[buffer][token], own_rows + token * kPitch, key_plane,
-        value_plane);
+        params, pairs, squares, sources[buffer][token], own_rows + token * kPitch, target);
     if (raw_here) {
-      lossy |= round_raw<kHeadDim, kWarps>(call, params.format, sources[buffer], head, key_plane,
-                                           value_plane);
+      lossy |= round_raw<kHeadDim, kWarps>(call, params.format, sources[buffer], head, target);
     }
     lossy = __syncthreads_or(lossy);
     if (threadIdx.x == 0) params.flags(at.buffer, context)[block] = lossy;

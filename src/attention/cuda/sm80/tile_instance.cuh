@@ -3,13 +3,12 @@
 
 #include "src/attention/cuda/sm80/tile.cuh"
 #include "src/attention/cuda/sm80/tile.h"
-#include "src/attention/cuda/sm80/tile_merge.cuh"
 
 namespace kvtile::cuda {
 
 template <int kHeadDim, int kSharedSteps>
 struct TileInstance {
-  static constexpr int kRowTiles = tile_row_tiles(kHeadDim);
+  static constexpr int kRowTiles = portable_shape(kHeadDim).rows / (16 * kTileWarps);
   static constexpr int kPlaneBytes = plane_bytes(kBlockTokens, kHeadDim);
   static constexpr int kQueryBytes = kTileWarps * kRowTiles * kSharedSteps * 32 * kChunkBytes;
   static constexpr int kStaticBytes = sizeof(TileShared<16 * kTileWarps * kRowTiles>);
@@ -28,28 +27,20 @@ struct TileInstance {
     return cudaFuncSetAttribute(kAttention, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 dynamic_bytes(shared_bytes_per_block));
   }
-  static cudaError_t attention(const TileParams& params, const TileStep& at,
+  static cudaError_t launch(const TileParams& params, const TileStep& at,
                                int shared_bytes_per_block, bool early, cudaStream_t stream) {
     return launch_kernel(kAttention, dim3(params.plan.num_ctas), kTileThreads,
                          dynamic_bytes(shared_bytes_per_block), early, stream, params, at,
                          stages(shared_bytes_per_block));
   }
-  static cudaError_t rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-    return launch_kernel(tile_rotate_kernel<kHeadDim>, dim3(params.plan.row_blocks, kRotateParts),
-                         kPrepareThreads, 0, false, stream, params, at);
-  }
-  static cudaError_t merge(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-    return launch_kernel(tile_merge_kernel<kHeadDim>, dim3(params.plan.row_blocks, kHeadDim / 64),
-                         kPrepareThreads, 0, false, stream, params, at);
-  }
 };
 
 // One stage is the least the ring works with.
-#define KVTILE_TILE_KERNELS(name, head_dim, shared_steps)                           \
-  extern const TileKernels name = {TileInstance<head_dim, shared_steps>::prepare,   \
-                                   TileInstance<head_dim, shared_steps>::attention, \
-                                   TileInstance<head_dim, shared_steps>::rotate,    \
-                                   TileInstance<head_dim, shared_steps>::merge,     \
-                                   TileInstance<head_dim, shared_steps>::kMinSharedBytes}
+#define KVTILE_TILE_ATTENTION(name, head_dim, shared_steps)               \
+  extern const TileAttention name = {                                     \
+      portable_shape(head_dim),                                           \
+      TileInstance<head_dim, shared_steps>::kMinSharedBytes,              \
+      TileInstance<head_dim, shared_steps>::prepare,                      \
+      TileInstance<head_dim, shared_steps>::launch}
 
 }  // namespace kvtile::cuda

@@ -20,8 +20,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     tile_rotate_kernel(const __grid_constant__ TileParams params,
                        const __grid_constant__ TileStep at_step) {
   constexpr int kPer = kHeadDim / 32;
-  constexpr int kRowTiles = tile_row_tiles(kHeadDim);
-  constexpr int kWarpRows = 16 * kRowTiles;
   constexpr int kSteps = kHeadDim / 16;
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
@@ -44,10 +42,10 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   auto* fragments = reinterpret_cast<uint32_t*>(params.query(local));
 
-  constexpr int kPart = kWarpRows / kRotateParts;
+  const int warp_rows = plan.rows() / (kRotateParts * (kPrepareThreads / 32));
 #pragma unroll 2
-  for (int index = blockIdx.y * kPart; index < (blockIdx.y + 1) * kPart; ++index) {
-    const int block_row = warp * kWarpRows + index;
+  for (int index = 0; index < warp_rows; ++index) {
+    const int block_row = (blockIdx.y * (kPrepareThreads / 32) + warp) * warp_rows + index;
     const int row = first_row + block_row;
     float x[kPer] = {};
     float scale = 1.0f;
@@ -105,7 +103,6 @@ template <int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
     tile_merge_kernel(const __grid_constant__ TileParams params,
                       const __grid_constant__ TileStep at_step) {
-  constexpr int kRowTiles = tile_row_tiles(kHeadDim);
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
   const SequenceInfo* sequences = params.sequences();
@@ -118,21 +115,21 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   const SequenceInfo sequence = sequences[view.seq];
   const int first_row =
       (group.begin + local - row_blocks_before(plan, sequences, context)) * plan.rows();
-  const int64_t unit = static_cast<int64_t>(local) * plan.period_blocks;
+  const int64_t unit = static_cast<int64_t>(local) * plan.period_blocks();
   const int first_slot = lane_owner(plan, num_row_blocks, unit) + local;
-  const int last_slot = lane_owner(plan, num_row_blocks, unit + plan.period_blocks - 1) + local;
+  const int last_slot = lane_owner(plan, num_row_blocks, unit + plan.period_blocks() - 1) + local;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const float infinity = __int_as_float(0x7f800000);
   // Tokens past the last launched tile were not attended: lengths beyond the caller's bounds.
   const bool truncated = num_steps_of(view.end - view.base, plan.tile_tokens) > plan.num_steps;
 
-  for (int i = 0; i < kRowTiles; ++i) {
+  for (int tile = warp; tile < plan.rows() / 16; tile += kPrepareThreads / 32) {
     float reference[2], sum[2];
     int row[2];
     bool live[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int block_row = (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
+      const int block_row = tile * 16 + r * 8 + lane / 4;
       row[r] = first_row + block_row;
       live[r] = row[r] < sequence.q_len * plan.group;
       const int head = view.head * plan.group + row[r] % plan.group;
@@ -172,12 +169,12 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       float weight[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int block_row = (warp * kRowTiles + i) * 16 + r * 8 + lane / 4;
+        const int block_row = tile * 16 + r * 8 + lane / 4;
         const float before = params.softmax(slot)[block_row].x;
         weight[r] = before == -infinity ? 0.0f : ptx::ex2(before - reference[r]);
       }
       const float4* fragment = params.carry(slot) +
-                               ((warp * kRowTiles + i) * (kHeadDim / 8) + blockIdx.y * 8) * 32 +
+                               (tile * (kHeadDim / 8) + blockIdx.y * 8) * 32 +
                                lane;
       if (!__any_sync(0xffffffffu, weight[0] != 0.0f || weight[1] != 0.0f)) continue;
 #pragma unroll

@@ -38,15 +38,15 @@ struct TileParams {
   }
   KVTILE_HD uint8_t* flags(int buffer, int index) const {
     return reinterpret_cast<uint8_t*>(workspace + plan.flags_offset) +
-           image_index(buffer, index) * plan.image_blocks();
+           image_index(buffer, index) * plan.fill_blocks();
   }
-  // One bit per token of a key block and dimension: the value element is not finite. Written and
+  // One bit per token of a fill block and dimension: the value element is not finite. Written and
   // read only where the block's flag is set.
   KVTILE_HD uint64_t* lost_tokens(int buffer, int index) const {
     return reinterpret_cast<uint64_t*>(workspace + plan.lost_offset) +
-           image_index(buffer, index) * plan.image_blocks() * plan.head_dim;
+           image_index(buffer, index) * plan.fill_blocks() * plan.head_dim;
   }
-  // Rotated queries of a row block in mma A-fragment order: [warp][row tile][k16 step][lane].
+  // Rotated queries of a row block in mma A-fragment order: [16 rows][k16 step][lane].
   KVTILE_HD uint4* query(int row_block) const {
     return reinterpret_cast<uint4*>(workspace + plan.query_offset) +
            static_cast<int64_t>(row_block) * plan.rows() * plan.head_dim / 8;
@@ -55,7 +55,7 @@ struct TileParams {
   KVTILE_HD float* row_scale(int row_block) const {
     return reinterpret_cast<float*>(workspace + plan.row_scale_offset) + row_block * plan.rows();
   }
-  // Carried outputs of a piece in mma C-fragment order: [warp][row tile][8 dims][lane], and
+  // Carried outputs of a piece in mma C-fragment order: [16 rows][8 dims][lane], and
   // (reference, sum) of each row; both times 2^kProbabilityExponent.
   KVTILE_HD float4* carry(int slot) const {
     return reinterpret_cast<float4*>(workspace + plan.carry_offset) +

@@ -20,28 +20,34 @@
 
 namespace kvtile::cuda {
 
-inline constexpr int kBlockTokens = 64;   // keys of one image sub-tile and of one softmax step
+inline constexpr int kFillTokens = 64;    // keys dequantised together
 inline constexpr int kSpanTokens = 8192;  // fresh accumulators at every multiple of this position
-inline constexpr int kSpanBlocks = kSpanTokens / kBlockTokens;
 // The last tile of a context may be this much longer: a short tail is no step of its own.
 inline constexpr int kTailTokens = 1024;
-inline constexpr int kTileWarps = 8;
-inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
-// Dequantising a token takes an SM as long as attending to it with this many rows; measured.
-inline constexpr int kFillRows = 160;
 // Up to this many rows of a context the next tile is dequantised beside the attention over this
 // one. With more, that costs less than the shorter tiles two images leave room for.
 inline constexpr int kOverlapRows = 2048;
-// A further piece costs a thread block as long as this many units of work; measured.
-inline constexpr int kPieceUnits = 3;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
-// 16-row mma tiles of one warp: as many as leave the accumulators in registers.
-KVTILE_HD constexpr int tile_row_tiles(int head_dim) { return head_dim <= 128 ? 2 : 1; }
-KVTILE_HD constexpr int tile_rows(int head_dim) {
-  return 16 * kTileWarps * tile_row_tiles(head_dim);
+// What the plan needs of an attention kernel. The last two are measured.
+struct TileShape {
+  int rows = 256;         // of a row block
+  int block_tokens = 64;  // keys of one image sub-tile and of one softmax step, a power of two
+  int fill_rows = 160;    // attending with as many takes an SM as long as dequantising
+  int piece_units = 3;    // of work that take as long as a further piece costs
+};
+
+// Of cuda/tile: as many rows as leave the accumulators in registers.
+KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
+  return {.rows = head_dim <= 128 ? 256 : 128};
+}
+
+// Of cuda/hopper.
+KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
+  return {.rows = 128, .block_tokens = head_dim <= 128 ? 128 : 64, .fill_rows = 280,
+          .piece_units = head_dim <= 128 ? 1 : 2};
 }
 
 // One sequence, sanitised: whatever the device arrays hold, indices built from these stay inside
@@ -62,6 +68,7 @@ struct ContextView {
 };
 
 struct TilePlan {
+  TileShape shape;
   int head_dim = 0, num_seqs = 0, num_kv_heads = 0, group = 1;
   int num_sms = 0;
   int num_ctas = 0;    // of the attention kernel, one an SM; the other SMs dequantise
@@ -72,22 +79,21 @@ struct TilePlan {
   int num_context_groups = 0;
   int num_steps = 0;          // launch bound, from the hints; not part of the workspace
   int64_t tile_tokens = 0;    // of one context, but the last: see step_range()
-  FastDivisor image_divisor;  // by image_blocks()
+  FastDivisor block_divisor;  // by fill_blocks()
   int64_t sequences_offset = 0, views_offset = 0, image_offset = 0, flags_offset = 0,
           lost_offset = 0, query_offset = 0, row_scale_offset = 0, carry_offset = 0,
           softmax_offset = 0;
   int64_t bytes = 0;
 
+  KVTILE_HD int rows() const { return shape.rows; }
   // Key blocks over which a row block's work is cut; see lane_begin().
-  static constexpr int period_blocks = kSpanBlocks;
-
-  KVTILE_HD int rows() const { return tile_rows(head_dim); }
+  KVTILE_HD int period_blocks() const { return kSpanTokens / shape.block_tokens; }
   KVTILE_HD int slots() const { return row_blocks + num_ctas - 1; }
-  KVTILE_HD int image_blocks() const {  // key blocks an image of one context has room for
-    return static_cast<int>((tile_tokens + kTailTokens) / kBlockTokens);
+  KVTILE_HD int fill_blocks() const {  // of kFillTokens, that an image of one context has room for
+    return static_cast<int>((tile_tokens + kTailTokens) / kFillTokens);
   }
   KVTILE_HD int64_t context_image_bytes() const {
-    return image_blocks() * subtile_bytes(kBlockTokens, head_dim);
+    return fill_blocks() * subtile_bytes(kFillTokens, head_dim);
   }
 };
 
@@ -115,19 +121,22 @@ inline int64_t row_block_bound(int64_t total_q, int group, int num_seqs, int row
 }
 
 // SMs that dequantise while the others attend: as many as keep step with them.
-inline int filling_sms(int num_sms, int64_t rows) {
-  return static_cast<int>((num_sms * kFillRows + kFillRows + rows - 1) / (kFillRows + rows));
+inline int filling_sms(int num_sms, int fill_rows, int64_t rows) {
+  return static_cast<int>((int64_t{num_sms} * fill_rows + fill_rows + rows - 1) /
+                          (fill_rows + rows));
 }
 
-inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& device) {
+inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& device,
+                               const TileShape& shape) {
   TilePlan plan;
+  plan.shape = shape;
   const int head_dim = call.cache.format.head_dim;
   plan.head_dim = head_dim;
   plan.num_seqs = call.num_seqs;
   plan.num_kv_heads = call.cache.num_kv_heads;
   plan.group = call.num_heads / call.cache.num_kv_heads;
   plan.num_sms = plan.num_ctas = device.num_sms;
-  const int rows = tile_rows(head_dim);
+  const int rows = shape.rows;
   const int heads = plan.num_kv_heads;
   const int64_t num_contexts = static_cast<int64_t>(plan.num_seqs) * heads;
   const int64_t batch_blocks = row_block_bound(call.total_q, plan.group, plan.num_seqs, rows);
@@ -137,15 +146,15 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const bool overlaps = device.overlaps && context_blocks * rows <= kOverlapRows;
   plan.buffers = overlaps ? 2 : 1;
   if (overlaps) {
-    plan.num_ctas -= filling_sms(device.num_sms, context_blocks * rows);
+    plan.num_ctas -= filling_sms(device.num_sms, shape.fill_rows, context_blocks * rows);
     plan.num_ctas = std::max(plan.num_ctas, 1);
   }
 
   const int64_t slot_bytes = static_cast<int64_t>(rows) * (4 * head_dim + 8);
   const int64_t query_bytes = static_cast<int64_t>(rows) * (2 * head_dim + 4);
-  const int64_t block_bytes = subtile_bytes(kBlockTokens, head_dim) + 1 + 8 * head_dim;
+  const int64_t block_bytes = subtile_bytes(kFillTokens, head_dim) + 1 + 8 * head_dim;
   const auto images_bytes = [&plan, block_bytes](int64_t contexts, int64_t tokens) {
-    return plan.buffers * contexts * ((tokens + kTailTokens) / kBlockTokens) * block_bytes;
+    return plan.buffers * contexts * ((tokens + kTailTokens) / kFillTokens) * block_bytes;
   };
   const auto group_blocks_of = [&](int64_t contexts) {
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
@@ -199,15 +208,15 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     tile += kSpanTokens;
   }
   plan.tile_tokens = tile;
-  plan.image_divisor = FastDivisor(static_cast<uint32_t>(plan.image_blocks()));
+  plan.block_divisor = FastDivisor(static_cast<uint32_t>(plan.fill_blocks()));
   const int64_t images = plan.buffers * contexts;
   plan.image_offset = take(images * plan.context_image_bytes());
-  plan.flags_offset = take(images * plan.image_blocks());
-  plan.lost_offset = take(images * plan.image_blocks() * 8 * head_dim);
+  plan.flags_offset = take(images * plan.fill_blocks());
+  plan.lost_offset = take(images * plan.fill_blocks() * 8 * head_dim);
   // The same for every total_q that fits, so that a workspace serves smaller calls.
   const int64_t least =
       bounded ? kTileScratchBytes
-              : kTileScratchBytes + (asked + kTailTokens) / kBlockTokens * block_bytes;
+              : kTileScratchBytes + (asked + kTailTokens) / kFillTokens * block_bytes;
   plan.bytes = std::max(offset, least);
 
   // Launch bounds. A window bounds the span of keys the rows of a launch group can see.
@@ -262,6 +271,22 @@ KVTILE_HD inline KeyRange row_range(const Mask& mask, const SequenceInfo& sequen
                    sequence.seq_len);
 }
 
+// Keys that any of the packed rows [first_row, first_row + rows) of a sequence sees. The first rows
+// may lie before the sequence and see nothing: the range starts at the first that sees anything.
+// Both ends grow with the row.
+KVTILE_HD inline KeyRange rows_range(const Mask& mask, const SequenceInfo& sequence, int group,
+                                     int first_row, int rows) {
+  const int num_rows = sequence.q_len * group;
+  const int end_row = first_row + rows < num_rows ? first_row + rows : num_rows;
+  int first_token = first_row / group;
+  if (first_token < sequence.q_len - sequence.seq_len) {
+    first_token = sequence.q_len - sequence.seq_len;
+  }
+  const int last_token = (end_row - 1) / group;
+  if (first_row >= end_row || first_token > last_token) return {};
+  return {row_range(mask, sequence, first_token).begin, row_range(mask, sequence, last_token).end};
+}
+
 KVTILE_HD inline ContextView context_view(const TilePlan& plan, const SequenceInfo* sequences,
                                           const Mask& mask, const GroupRows& group,
                                           int64_t context) {
@@ -278,16 +303,10 @@ KVTILE_HD inline ContextView context_view(const TilePlan& plan, const SequenceIn
   view.end_row = end * plan.rows();
   const int num_rows = sequence.q_len * plan.group;
   if (view.end_row > num_rows) view.end_row = num_rows;
-  // The first rows may lie before the sequence and see nothing: the range starts at the first that
-  // sees anything. Both ends grow with the row.
-  int first_token = view.first_row / plan.group;
-  if (first_token < sequence.q_len - sequence.seq_len) {
-    first_token = sequence.q_len - sequence.seq_len;
-  }
-  const int last_token = (view.end_row - 1) / plan.group;
-  if (first_token > last_token) return view;
-  view.begin = static_cast<int>(row_range(mask, sequence, first_token).begin);
-  view.end = static_cast<int>(row_range(mask, sequence, last_token).end);
+  const KeyRange keys =
+      rows_range(mask, sequence, plan.group, view.first_row, view.end_row - view.first_row);
+  view.begin = static_cast<int>(keys.begin);
+  view.end = static_cast<int>(keys.end);
   view.base = view.begin / kSpanTokens * kSpanTokens;
   return view;
 }
@@ -331,16 +350,16 @@ KVTILE_HD inline int64_t context_of_row_block(const TilePlan& plan, const Sequen
 // piece (thread block c, row block f) keeps its state in slot c + f. Where a share runs into the
 // next row block it is shorter by what the further piece costs.
 KVTILE_HD inline int64_t lane_units(const TilePlan& plan, int num_row_blocks) {
-  return static_cast<int64_t>(num_row_blocks) * plan.period_blocks;
+  return static_cast<int64_t>(num_row_blocks) * plan.period_blocks();
 }
 
 // Units of work and the cost of pieces together, and how much of that lies before a unit.
 KVTILE_HD inline int64_t lane_cost(const TilePlan& plan, int num_row_blocks) {
-  return static_cast<int64_t>(num_row_blocks) * (plan.period_blocks + kPieceUnits);
+  return static_cast<int64_t>(num_row_blocks) * (plan.period_blocks() + plan.shape.piece_units);
 }
 
 KVTILE_HD inline int64_t lane_cost_before(const TilePlan& plan, int64_t unit) {
-  return unit + (unit / plan.period_blocks + 1) * kPieceUnits;
+  return unit + (unit / plan.period_blocks() + 1) * plan.shape.piece_units;
 }
 
 KVTILE_HD inline int lane_ctas(const TilePlan& plan, int num_row_blocks) {
@@ -353,9 +372,9 @@ KVTILE_HD inline int64_t lane_begin(const TilePlan& plan, int num_row_blocks, in
   const int ctas = lane_ctas(plan, num_row_blocks);
   if (cta >= ctas) return lane_units(plan, num_row_blocks);
   const int64_t cost = lane_cost(plan, num_row_blocks) * cta / ctas;
-  const int64_t row_block = cost / (plan.period_blocks + kPieceUnits);
-  const int64_t unit = cost - row_block * (plan.period_blocks + kPieceUnits) - kPieceUnits;
-  return row_block * plan.period_blocks + (unit > 0 ? unit : 0);
+  const int64_t row_block = cost / (plan.period_blocks() + plan.shape.piece_units);
+  const int64_t unit = cost - row_block * (plan.period_blocks() + plan.shape.piece_units) - plan.shape.piece_units;
+  return row_block * plan.period_blocks() + (unit > 0 ? unit : 0);
 }
 
 // The thread block that owns unit `unit`.

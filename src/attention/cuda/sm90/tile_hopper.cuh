@@ -1,0 +1,502 @@
+// Dense attention over one step's tile image with wgmma, for sm_90a. A thread block walks its
+// pieces (tile_plan.h): a producer warp describes them, one ahead, and keeps a ring of key and
+// value planes full by bulk copies; two warpgroups own 64 packed rows each. A warpgroup issues the
+// scores of the next key block before the product of this one's probabilities and values, and takes
+// exponentials while the other one's products run. Image planes are wgmma operands as they lie;
+// scores, probabilities, references, spans and non-finite values are as in sm80/tile.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "src/attention/cuda/image.h"
+#include "src/attention/cuda/sm80/tile_params.h"
+#include "src/attention/cuda/sm80/tile_state.cuh"
+#include "src/core/half2.h"
+#include "src/core/ptx.cuh"
+#include "src/core/wgmma.cuh"
+
+namespace kvtile::cuda {
+
+inline constexpr int kHopperWarps = 8;  // that attend; the producer's warpgroup follows
+inline constexpr int kHopperThreads = 32 * kHopperWarps + 128;
+inline constexpr int kHopperPieces = 2;  // descriptions in shared memory: in use, and the next
+inline constexpr int kMaxPlanes = 16;
+
+// What the producer tells the warpgroups about a piece.
+struct HopperPiece {
+  SequenceInfo sequence;
+  BlockWalk walk;
+  int local;      // row block within the group; negative: no piece is left
+  int first_row;  // of the sequence's packed rows
+  int slot;
+  int index;        // of the context in the launch group
+  int first_block;  // of the tile
+  bool lossy;       // a key block of the tile has non-finite values
+};
+
+struct HopperShared {
+  uint64_t full[kMaxPlanes], empty[kMaxPlanes];
+  uint64_t described[kHopperPieces], done[kHopperPieces];
+  HopperPiece pieces[kHopperPieces];
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A place in a ring of `kSize`, and the parity of its phase.
+template <int kSize>
+struct RingPlace {
+  int at = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++at == kSize) {
+      at = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The producer's part of a thread block's walk: one warp.
+template <int kHeadDim, int kPlanes>
+struct HopperProducer {
+  static constexpr int kRows = hopper_shape(kHeadDim).rows;
+  static constexpr int kTokens = hopper_shape(kHeadDim).block_tokens;
+  static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
+
+  const TileParams& params;
+  const TileStep& at;
+  HopperShared& shared;
+  uint32_t planes;
+
+  __device__ __forceinline__ void run() {
+    const TilePlan& plan = params.plan;
+    const SequenceInfo* sequences = params.sequences();
+    const int lane = threadIdx.x % 32;
+    const GroupRows group = group_rows(plan, sequences, at.context_group, at.row_chunk);
+    const int num_row_blocks = group.end - group.begin;
+    int64_t unit = lane_begin(plan, num_row_blocks, blockIdx.x);
+    const int64_t end_unit = lane_begin(plan, num_row_blocks, blockIdx.x + 1);
+    RingPlace<kPlanes> place;
+    RingPlace<kHopperPieces> next;
+    for (;; next.advance()) {
+      HopperPiece& piece = shared.pieces[next.at];
+      ptx::mbarrier_wait(ptx::shared_address(&shared.done[next.at]), next.parity ^ 1);
+      const int local = unit < end_unit ? static_cast<int>(unit / plan.period_blocks()) : -1;
+      if (local < 0) {
+        if (lane == 0) {
+          piece.local = -1;
+          ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
+        }
+        return;
+      }
+      const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
+      const int index = static_cast<int>(context - group.first_context);
+      const ContextView view = params.views()[index];
+      const SequenceInfo sequence = sequences[view.seq];
+      const StepRange range = step_range(plan, view, at.step);
+      const int first_block = range.begin / kTokens;
+      const int first_row =
+          (group.begin + local - row_blocks_before(plan, sequences, context)) * kRows;
+      BlockWalk walk;
+      walk.period = plan.period_blocks();
+      walk.first = static_cast<int>(unit % plan.period_blocks());
+      walk.run = static_cast<int>(
+          min(static_cast<int64_t>(plan.period_blocks() - walk.first), end_unit - unit));
+      unit += walk.run;
+      const KeyRange keys = rows_range(params.mask, sequence, plan.group, first_row, kRows);
+      walk.set(max(static_cast<int>(keys.begin) / kTokens, first_block),
+               min((static_cast<int>(keys.end) + kTokens - 1) / kTokens,
+                   (range.end + kTokens - 1) / kTokens));
+      const uint8_t* flags = params.flags(at.buffer, index);
+      bool lossy = false;
+      for (int b = lane; b < (range.end - range.begin + kFillTokens - 1) / kFillTokens; b += 32) {
+        lossy |= flags[b] != 0;
+      }
+      lossy = __any_sync(0xffffffffu, lossy);
+      if (lane == 0) {
+        piece.sequence = sequence;
+        piece.walk = walk;
+        piece.local = local;
+        piece.first_row = first_row;
+        piece.slot = static_cast<int>(blockIdx.x) + local;
+        piece.index = index;
+        piece.first_block = first_block;
+        piece.lossy = lossy;
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
+        if (walk.count > 0) {
+          fill(walk, params.image(at.buffer, index) -
+                         first_block * subtile_bytes(kTokens, kHeadDim),
+               &place);
+        }
+      }
+      __syncwarp();
+    }
+  }
+
+  // In the order the warpgroups use them: keys of block k, values of block k - 1.
+  __device__ __forceinline__ void fill(const BlockWalk& walk, const std::byte* image,
+                                       RingPlace<kPlanes>* place) {
+    const auto copy = [&](const std::byte* plane) {
+      const uint32_t full = ptx::shared_address(&shared.full[place->at]);
+      ptx::mbarrier_wait(ptx::shared_address(&shared.empty[place->at]), place->parity ^ 1);
+      ptx::mbarrier_arrive_expect(full, kPlaneBytes);
+      ptx::bulk_copy(planes + place->at * kPlaneBytes, plane, kPlaneBytes, full);
+      place->advance();
+    };
+    int block = walk.block(0);
+    const std::byte* values = nullptr;
+#pragma unroll 1
+    for (int k = 0; k < walk.count; ++k) {
+      const std::byte* keys = image + block * subtile_bytes(kTokens, kHeadDim);
+      copy(keys);
+      if (k > 0) copy(values);
+      values = keys + kPlaneBytes;
+      block = walk.after(block);
+    }
+    copy(values);
+  }
+};
+
+// Named barriers: 1 and 2, the warpgroups' turns at issuing products; 3 and 4, each one's own.
+__device__ __forceinline__ void sync_warpgroup(int warpgroup) {
+  ptx::named_barrier_sync(3 + warpgroup, 128);
+}
+
+template <int kHeadDim, int kPlanes>
+struct HopperConsumer {
+  static constexpr int kTokens = hopper_shape(kHeadDim).block_tokens;
+  static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
+  static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
+  static constexpr int kSpanBlocks = kSpanTokens / kTokens;
+  using Scores = float[kTokens / 8][4];
+
+  const TileParams& params;
+  HopperShared& shared;
+  uint32_t queries;  // of the warpgroup, 64 rows chunk-major
+  uint32_t planes;
+  RingPlace<kPlanes> place;  // of the next plane
+
+  using Place = RingPlace<kPlanes>;
+
+  __device__ __forceinline__ void wait_plane(const Place& at) const {
+    ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.at]), at.parity);
+  }
+  __device__ __forceinline__ void leave_plane(const Place& at) const {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
+  }
+
+  __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
+    const uint32_t keys = planes + at.at * kPlaneBytes;
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      ptx::wgmma_ss<0>(
+          s,
+          ptx::matrix_descriptor(queries + chunk_offset(2 * kk, 0, 64), chunk_offset(1, 0, 64),
+                                 chunk_offset(0, 8, 64)),
+          ptx::matrix_descriptor(keys + chunk_offset(2 * kk, 0, kTokens),
+                                 chunk_offset(1, 0, kTokens), chunk_offset(0, 8, kTokens)),
+          kk > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(float (&o)[kHeadDim / 8][4],
+                                               const uint32_t (&p)[kTokens / 16][4],
+                                               const Place& at) const {
+    const uint32_t values = planes + at.at * kPlaneBytes;
+#pragma unroll
+    for (int kk = 0; kk < kTokens / 16; ++kk) {
+      ptx::wgmma_rs<1>(
+          o, p[kk],
+          ptx::matrix_descriptor(values + chunk_offset(0, 16 * kk, kTokens),
+                                 chunk_offset(0, 8, kTokens), chunk_offset(1, 0, kTokens)),
+          true);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // The piece's queries from mma fragments to shared memory, where wgmma wants core matrices.
+  __device__ __forceinline__ void load_queries(int local) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint4* fragment = params.query(local) + warp * kSteps * 32 + lane;
+    const uint32_t own = queries + chunk_offset(0, warp % 4 * 16 + lane / 4, 64) + lane % 4 * 4;
+#pragma unroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      const uint4 word = __ldcg(fragment + kk * 32);
+      ptx::st_shared(own + chunk_offset(2 * kk, 0, 64), word.x);
+      ptx::st_shared(own + chunk_offset(2 * kk, 8, 64), word.y);
+      ptx::st_shared(own + chunk_offset(2 * kk + 1, 0, 64), word.z);
+      ptx::st_shared(own + chunk_offset(2 * kk + 1, 8, 64), word.w);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void attend(const HopperPiece& piece, const TileStep& at) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+    const TilePlan& plan = params.plan;
+    float2* softmax = params.softmax(piece.slot);
+    const int count = piece.walk.count;
+    if (count <= 0) {
+      if (at.step == 0 && lane < 16) {
+        softmax[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
+      }
+      return;
+    }
+    sync_warpgroup(warpgroup);  // the piece before is read no more
+    load_queries(piece.local);
+    sync_warpgroup(warpgroup);
+
+    const int own_row = piece.first_row + warp * 16;
+    const auto keys_of = [&](int row) {
+      KeyRange keys;
+      if (own_row + row < piece.sequence.q_len * plan.group) {
+        keys = row_range(params.mask, piece.sequence, (own_row + row) / plan.group);
+      }
+      return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+    };
+    // Keys that all of the warp's live rows see: blocks within need no mask. Both ends grow.
+    int2 common = make_int2(0, 0x7fffffff);
+    const int num_live = min(piece.sequence.q_len * plan.group - own_row, 16);
+    if (num_live > 0) {
+      common.x = keys_of(num_live - 1).x;
+      common.y = keys_of(0).y;
+    }
+    float factor[2], m[1][2], l[1][2];
+    float* row_scale = params.row_scale(piece.local);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = warp * 16 + r * 8 + lane / 4;
+      factor[r] = __ldcg(row_scale + row);
+      m[0][r] = at.step == 0 ? negative_infinity() : __ldcg(softmax + row).x;
+      l[0][r] = 0.0f;
+    }
+    float o[1][kHeadDim / 8][4];
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
+    }
+    bool moved = false;  // a reference, since the carried state was written
+    Scores s;
+    uint32_t p[kTokens / 16][4];
+
+    // Scores to probabilities in place; whatever multiplies `o` by then is in alpha.
+    const auto exponentiate = [&](int block, float (&alpha)[2]) {
+      const int first_key = block * kTokens;
+      float by[2] = {factor[0], factor[1]};
+      if (params.softcap_log2 > 0.0f) {
+        // cap * tanh(score / cap): the factor is 2 log2(e) / cap times the score's own.
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float t = ptx::rcp(ptx::ex2(s[n][e] * by[e / 2]) + 1.0f);
+            s[n][e] = fmaf(-2.0f * params.softcap_log2, t, params.softcap_log2);
+          }
+        }
+        by[0] = by[1] = 1.0f;
+      }
+      if (first_key < common.x || first_key + kTokens > common.y) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int2 keys = keys_of(r * 8 + lane / 4);
+          const int key = first_key + lane % 4 * 2;
+#pragma unroll
+          for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int position = key + 8 * n + e;
+              if (position < keys.x || position >= keys.y) s[n][2 * r + e] = negative_infinity();
+            }
+          }
+        }
+      }
+      float top[2];
+      bool grows = false;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float largest = s[0][2 * r];
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) {
+          largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        }
+        top[r] = largest;
+        grows |= fmaf(largest, by[r], -m[0][r]) > kLazyGrowth;
+      }
+      alpha[0] = alpha[1] = 1.0f;
+      const bool moves = __any_sync(0xffffffffu, grows);
+      if (moves) {
+        moved = true;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float largest = top[r];
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+          if (fmaf(largest, by[r], -m[0][r]) > kLazyGrowth) {
+            const float reference = largest * by[r];
+            alpha[r] = m[0][r] == negative_infinity() ? 0.0f : ptx::ex2(m[0][r] - reference);
+            m[0][r] = reference;
+            l[0][r] *= alpha[r];
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float bias = static_cast<float>(kProbabilityExponent) -
+                           (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
+        float sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) {
+          s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
+          s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
+          sum += s[n][2 * r] + s[n][2 * r + 1];
+        }
+        l[0][r] += sum;
+      }
+      return moves;
+    };
+    const auto round = [&] {
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+        p[n / 2][n % 2 * 2] = ptx::cvt_half2(s[n][0], s[n][1]);
+        p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
+      }
+    };
+    // After the values of `block`.
+    const auto lose = [&](int block) {
+      const uint8_t* flags = params.flags(at.buffer, piece.index);
+      const uint64_t* lost_tokens = params.lost_tokens(at.buffer, piece.index);
+      for (int part = 0; part < kTokens / kFillTokens; ++part) {
+        const int fill = (block - piece.first_block) * (kTokens / kFillTokens) + part;
+        if (flags[fill] == 0) continue;
+        lose_non_finite<kHeadDim, 1>(o, lost_tokens + static_cast<int64_t>(fill) * kHeadDim,
+                                     block * kTokens + part * kFillTokens, keys_of);
+      }
+    };
+    const int first_span = piece.walk.block(0) / kSpanBlocks;
+    const auto flush = [&](int block) {
+      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), softmax,
+                              at.step > 0 || block / kSpanBlocks != first_span, moved);
+      moved = false;
+    };
+
+    int block = piece.walk.block(0);
+    float alpha[2];
+    wait_plane(place);
+    ptx::wgmma_fence();
+    issue_scores(s, place);
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    leave_plane(place);
+    place.advance();
+    exponentiate(block, alpha);
+    round();
+    for (int k = 1; k < count; ++k) {
+      const int next_block = piece.walk.after(block);
+      const Place keys = place;
+      place.advance();
+      const Place values = place;
+      place.advance();
+      wait_plane(keys);
+      wait_plane(values);
+      ptx::named_barrier_sync(1 + warpgroup, 256);
+      ptx::pin(s);
+      ptx::pin(p);
+      ptx::pin(o[0]);
+      ptx::wgmma_fence();
+      issue_scores(s, keys);
+      issue_values(o[0], p, values);
+      ptx::named_barrier_arrive(2 - warpgroup, 256);
+      ptx::wgmma_wait<1>();
+      ptx::pin(s);
+      leave_plane(keys);
+      const bool span_ends = next_block / kSpanBlocks != block / kSpanBlocks;
+      if (span_ends || piece.lossy) {
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        if (piece.lossy) lose(block);
+        if (span_ends) flush(block);
+      }
+      block = next_block;
+      const bool moves = exponentiate(block, alpha);
+      ptx::wgmma_wait<0>();
+      ptx::pin(o[0]);
+      leave_plane(values);
+      if (moves) {
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
+        }
+      }
+      round();
+    }
+    wait_plane(place);
+    ptx::pin(p);
+    ptx::pin(o[0]);
+    ptx::wgmma_fence();
+    issue_values(o[0], p, place);
+    ptx::wgmma_wait<0>();
+    ptx::pin(o[0]);
+    leave_plane(place);
+    place.advance();
+    if (piece.lossy) lose(block);
+    flush(block);
+  }
+};
+
+#endif  // sm_90a
+
+template <int kHeadDim, int kPlanes>
+__global__ void __launch_bounds__(kHopperThreads, 1)
+    hopper_attention_kernel(const __grid_constant__ TileParams params,
+                            const __grid_constant__ TileStep at) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Producer = HopperProducer<kHeadDim, kPlanes>;
+  // Queries of the warpgroups, then the ring of planes.
+  extern __shared__ __align__(128) std::byte dynamic[];
+  __shared__ HopperShared shared;
+  constexpr int kQueryBytes = plane_bytes(64, kHeadDim);
+  const uint32_t queries = ptx::shared_address(dynamic);
+  const uint32_t planes = queries + 2 * kQueryBytes;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kPlanes; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kHopperWarps);
+    }
+    for (int i = 0; i < kHopperPieces; ++i) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.described[i]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), kHopperWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  // The step's tile and the states of the step before. Whoever waits here no longer needs the other
+  // buffer, so the next step's dequantisation may begin.
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+
+  const int warp = threadIdx.x / 32;
+  if (warp >= kHopperWarps) {
+    ptx::give_registers<32>();
+    if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
+  } else {
+    ptx::take_registers<240>();
+    const int warpgroup = warp / 4;
+    HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, queries + warpgroup * kQueryBytes,
+                                               planes};
+    if (warpgroup == 1) ptx::named_barrier_arrive(1, 256);
+    for (RingPlace<kHopperPieces> next;; next.advance()) {
+      ptx::mbarrier_wait(ptx::shared_address(&shared.described[next.at]), next.parity);
+      const HopperPiece& piece = shared.pieces[next.at];
+      if (piece.local < 0) break;
+      consumer.attend(piece, at);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
+      }
+    }
+    if (warpgroup == 0) ptx::named_barrier_sync(1, 256);
+  }
+#endif
+}
+
+}  // namespace kvtile::cuda

@@ -1,0 +1,248 @@
+// Products of a warpgroup (wgmma, sm_90a only): fp16 operands without swizzle, fp32 accumulators.
+// The other half of ptx.cuh: each function is one PTX instruction. Matrices in shared memory are
+// made of core matrices of 128 contiguous bytes: eight rows of eight elements. A row runs along k
+// where the matrix is k-major (queries, keys) and across it where it is transposed (values).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "src/core/hd.h"
+
+namespace kvtile::ptx {
+
+// Descriptor of a matrix at a 16-byte-aligned shared memory address. The distances between core
+// matrices, in bytes: along k, and across it.
+KVTILE_HD constexpr uint64_t matrix_descriptor(uint32_t address, int along_k, int across_k) {
+  const auto field = [](uint32_t bytes) { return static_cast<uint64_t>((bytes & 0x3ffff) >> 4); };
+  return field(address) | field(static_cast<uint32_t>(along_k)) << 16 |
+         field(static_cast<uint32_t>(across_k)) << 32;
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Orders register accesses before the warpgroup's next products.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the newest groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Keeps the compiler's accesses of a product's registers on their side of this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount][4]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&a)[kCount][4]) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
+  }
+}
+
+#define KVTILE_ACCUMULATOR_1(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define KVTILE_ACCUMULATOR_2(d, j) KVTILE_ACCUMULATOR_1(d, j), KVTILE_ACCUMULATOR_1(d, j + 1)
+#define KVTILE_ACCUMULATOR_4(d, j) KVTILE_ACCUMULATOR_2(d, j), KVTILE_ACCUMULATOR_2(d, j + 2)
+
+// D = A B or D += A B, m64 k16; both operands in shared memory, or A in registers.
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, accumulate, 1, 1, 0, %35;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_ss(float (&d)[10][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %42, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39}, "
+      "%40, %41, accumulate, 1, 1, 0, %43;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4), KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_ss(float (&d)[12][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %50, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+      "%48, %49, accumulate, 1, 1, 0, %51;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, accumulate, 1, 1, 0, %67;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_ss(float (&d)[32][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, accumulate, 1, 1, 0, %131;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20), KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %45, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39}, "
+      "{%40, %41, %42, %43}, %44, accumulate, 1, 1, %46;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4), KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %53, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+      "{%48, %49, %50, %51}, %52, accumulate, 1, 1, %54;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %133, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %132, accumulate, 1, 1, %134;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20), KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+#undef KVTILE_ACCUMULATOR_1
+#undef KVTILE_ACCUMULATOR_2
+#undef KVTILE_ACCUMULATOR_4
+
+#endif  // sm_90a
+
+}  // namespace kvtile::ptx
