@@ -380,7 +380,7 @@ void add_prefill_command(CLI::App& app, int* exit_code) {
       ->capture_default_str();
   command
       ->add_option("--backend", options->backend,
-                   "Backend to run on: cpu, cuda, cuda/rows or cuda/tile")
+                   "Backend to run on: cpu, cuda, cuda/rows, cuda/tile or cuda/hopper")
       ->capture_default_str();
   command->add_option("--threads", options->num_threads, "Threads; 0 = all");
   command->add_flag("--last-chunk", options->last_chunk,

@@ -12,7 +12,7 @@
 
 namespace kvtile {
 
-// "cuda", "cuda/rows", "cuda/tile".
+// "cuda", "cuda/rows", "cuda/tile", "cuda/hopper".
 bool is_cuda_backend(const char* backend);
 
 // The codec's name for a backend: it has no engines to choose from.

@@ -186,7 +186,7 @@ void add_verify_command(CLI::App& app, int* exit_code) {
       ->capture_default_str();
   command
       ->add_option("--backend", options->backend,
-                   "Backend to check: cpu, cuda, cuda/rows or cuda/tile (--vectors)")
+                   "Backend to check: cpu, cuda, cuda/rows, cuda/tile or cuda/hopper (--vectors)")
       ->capture_default_str();
   command->add_option("--threads", options->num_threads, "Threads; 0 = all");
   command->add_option("--json", options->json, "Also write the report to this file");

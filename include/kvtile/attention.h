@@ -115,9 +115,9 @@ struct MergeCall {
 
 Status merge_states(const MergeCall& call, const RunOptions& options = {});
 
-// The backend table: "cuda" (the cheaper of the two that follow, by one cost estimate from the
+// The backend table: "cuda" (the cheapest of those that follow, by one cost estimate from the
 // call's shape), "cuda/rows" (up to 256 packed rows, query x head of a group, a sequence),
-// "cuda/tile", and always last "cpu".
+// "cuda/tile", "cuda/hopper" (compute capability 9.0), and always last "cpu".
 int num_backends();
 const char* backend_name(int index);
 // Ok if the named backend can run the call's shape on this machine (`device` as in RunOptions);

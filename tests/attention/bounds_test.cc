@@ -490,7 +490,7 @@ TEST(Backends, CudaWithoutADeviceIsUnavailable) {
   AttendSpec spec;
   spec.head_dim = 128;
   AttendProblem problem(spec);
-  for (const char* backend : {"cuda", "cuda/rows", "cuda/tile"}) {
+  for (const char* backend : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
     RunOptions options;
     options.backend = backend;
     const std::string got = std::string("backend: got ") + backend;

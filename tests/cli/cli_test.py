@@ -146,7 +146,7 @@ def test_bad_input(scratch):
     expect_error(["verify", "--vectors", "x", "--backend", "tpu"], "--backend", "tpu", "cpu")
     if run(["devices"]).returncode == 2:  # no GPU, or no CUDA in this build
         expect_error(["devices"], "cuda", "cpu")
-        for backend in ("cuda", "cuda/rows", "cuda/tile"):
+        for backend in ("cuda", "cuda/rows", "cuda/tile", "cuda/hopper"):
             expect_error(SMALL + ["--backend", backend], "--backend", backend, "cpu")
             expect_error(["verify", "--vectors", "x", "--backend", backend], "--backend", backend)
     expect_error(["verify", "--vectors", "/no/such/file"], "/no/such/file")

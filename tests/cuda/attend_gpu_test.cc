@@ -32,7 +32,7 @@ using testing::Random;
 using testing::same_bits;
 using testing::SeqSpec;
 
-constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile"};
+constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile", "cuda/hopper"};
 constexpr int kHeadDims[] = {64, 128, 256};
 
 RunOptions backend(const char* name) {
@@ -290,7 +290,7 @@ TEST(AttendGpuTest, HostileTablesAndLengthsDoNotFault) {
 }
 
 TEST(AttendGpuTest, WorkspaceIsExactAndOneByteLessIsRefused) {
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile"}) {
+  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
     AttendSpec spec = base(format_names()[2], 128);
     spec.seqs = {{500, 4}, {70, 1}};
     AttendProblem problem(spec);
@@ -362,7 +362,7 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
   spec.sinks = true;
   AttendProblem problem(spec);
   GpuProblem gpu(&problem);
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile"}) {
+  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
     const RunOptions options = backend(engine);
     size_t bytes = 0;
     ASSERT_TRUE(is_ok(workspace_bytes(gpu.call, options, &bytes)));
@@ -405,7 +405,7 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
   }
   AttentionCall call = gpu.call;
   call.cache = make_cache(call.cache.pages, 1, 16, 2, testing::make_format("k8v4", 80));
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile"}) {
+  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
     EXPECT_TRUE(fails_with(backend_supports(engine, call), StatusCode::kUnsupported, "head_dim"));
   }
   call = gpu.call;

@@ -51,7 +51,15 @@ AttentionCall make_call(const SlotFormat& format, int num_kv_heads, int group, i
 
 double chosen_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
   const bool rows = check_packed_rows(call).ok() && rows_are_cheaper(call, device);
-  return rows ? rows_cost_us(call, seq_len, device) : tile_cost_us(call, seq_len, device);
+  return rows ? rows_cost_us(call, seq_len, device)
+              : tile_cost_us(cheaper_tile(device), call, seq_len, device);
+}
+
+double portable_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
+  return tile_cost_us(TileEngine::kPortable, call, seq_len, device);
+}
+double hopper_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
+  return tile_cost_us(TileEngine::kHopper, call, seq_len, device);
 }
 
 template <typename Visit>
@@ -75,8 +83,8 @@ void for_each_shape(const Visit& visit) {
 
 TEST(CostTest, GrowsWithRowsAndContext) {
   for_each_shape([](const DeviceInfo& device, const SlotFormat& format, int group, int num_seqs) {
-    for (double (*cost)(const AttentionCall&, int64_t, const DeviceInfo&) :
-         {rows_cost_us, tile_cost_us}) {
+    using Cost = double(const AttentionCall&, int64_t, const DeviceInfo&);
+    for (Cost* cost : std::initializer_list<Cost*>{rows_cost_us, portable_cost_us, hopper_cost_us}) {
       for (bool raw : {false, true}) {
         double before = 0.0;
         for (int64_t q_len = 1; q_len <= 600; q_len += 1 + q_len / 40) {
@@ -143,6 +151,18 @@ TEST(CostTest, FewRowsGoToTheRowsEngineAndManyToTheTileEngine) {
   }
 }
 
+// So the device alone decides between the tile engines.
+TEST(CostTest, WgmmaIsNeverTheDearerTileEngine) {
+  for_each_shape([](const DeviceInfo&, const SlotFormat& format, int group, int num_seqs) {
+    for (int64_t q_len = 1; q_len <= 8192; q_len += 1 + q_len / 40) {
+      const AttentionCall call = make_call(format, 4, group, num_seqs, q_len);
+      ASSERT_LE(hopper_cost_us(call, kChoiceTokens, h200()),
+                portable_cost_us(call, kChoiceTokens, h200()))
+          << q_len;
+    }
+  });
+}
+
 TEST(CostTest, ChoiceFollowsNoLength) {
   const SlotFormat format = testing::make_format("4bit_nc", 128);
   for (int64_t q_len : {1, 8, 40, 60, 200}) {
@@ -202,7 +222,7 @@ TEST(CostTest, AgreesWithWhatWasMeasured) {
     const bool a = f.head_dim == 256;
     const AttentionCall call = make_call(testing::make_format("4bit_nc", f.head_dim), a ? 4 : 8,
                                          a ? 6 : 4, f.num_seqs, f.q_len);
-    const double ms = 1e-3 * (f.tile ? tile_cost_us(call, f.seq_len, h200())
+    const double ms = 1e-3 * (f.tile ? portable_cost_us(call, f.seq_len, h200())
                                      : rows_cost_us(call, f.seq_len, h200()));
     EXPECT_GT(ms, 0.65 * f.ms) << f.head_dim << " q_len " << f.q_len << " seq_len " << f.seq_len;
     EXPECT_LT(ms, 1.35 * f.ms) << f.head_dim << " q_len " << f.q_len << " seq_len " << f.seq_len;

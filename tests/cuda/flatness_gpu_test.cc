@@ -132,7 +132,7 @@ TEST(FlatnessGpuTest, ErrorAtAMillionTokensIsThatAtSixteenThousand) {
     for (int head_dim : {128, 256}) {
       for (bool uniform : {false, true}) {
         const Pool pool(testing::make_format(preset, head_dim), uniform);
-        for (const char* engine : {"cuda/rows", "cuda/tile"}) {
+        for (const char* engine : {"cuda/rows", "cuda/tile", "cuda/hopper"}) {
           const int64_t q_len = engine[5] == 'r' ? 8 : 64;
           double shortest = 0.0;
           for (int64_t tokens : {kShortest, int64_t{1} << 17, kMost}) {

@@ -15,7 +15,7 @@ namespace {
 TEST(GoldenGpuTest, EveryCheckOnEveryEngine) {
   const char* moved = std::getenv("KVTILE_GOLDEN_FILE");
   const std::string path = moved != nullptr ? moved : KVTILE_GOLDEN_FILE;
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile"}) {
+  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
     RunOptions options;
     options.backend = engine;
     std::vector<GoldenCheck> checks;

@@ -24,7 +24,7 @@ using testing::kGpuTolerance;
 using testing::same_bits;
 using testing::SeqSpec;
 
-constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile"};
+constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile", "cuda/hopper"};
 
 RunOptions on(const char* engine, cudaStream_t stream) {
   RunOptions options;

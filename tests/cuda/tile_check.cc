@@ -760,6 +760,11 @@ int main(int argc, char** argv) {
     bench_parts("A", "4bit_nc", 65536, 1024);
     bench_parts("B", "4bit_nc", 65536, 1024);
   }
+  for (const char* shape : {"A", "B"}) {
+    if (asked((std::string("profile") + shape).c_str())) {
+      bench_parts(shape, "4bit_nc", 65536, 1024);
+    }
+  }
   if (asked("bench")) {
     for (const char* shape : {"A", "B"}) {
       for (int q_len : {64, 256, 512, 1024, 2048, 8192}) {

@@ -23,7 +23,17 @@ struct Shape {
   Mask mask;
   int64_t tile_tokens = 0;
   bool raw = true, hints = false, overlaps = true;
+  TileEngine engine = TileEngine::kPortable;
 };
+
+constexpr TileEngine kEngines[] = {TileEngine::kPortable, TileEngine::kHopper};
+
+AttentionCall make_call(const Shape& shape);
+
+TilePlan plan_of(const Shape& shape) {
+  return make_tile_plan(make_call(shape), TileDevice{shape.num_sms, shape.overlaps},
+                        tile_shape(shape.engine, shape.head_dim));
+}
 
 AttentionCall make_call(const Shape& shape) {
   AttentionCall call;
@@ -70,8 +80,8 @@ std::vector<SequenceInfo> sequence_table(const Shape& shape, const TilePlan& pla
 using Walked = std::map<std::pair<int64_t, int>, std::vector<std::vector<int>>>;
 
 Walked walk_plan(const Shape& shape) {
-  const AttentionCall call = make_call(shape);
-  const TilePlan plan = make_tile_plan(call, TileDevice{shape.num_sms, shape.overlaps});
+  const TilePlan plan = plan_of(shape);
+  const int block_tokens = plan.shape.block_tokens;
   const std::vector<SequenceInfo> table = sequence_table(shape, plan);
   Walked walked;
   for (int context_group = 0; context_group < plan.num_context_groups; ++context_group) {
@@ -87,12 +97,12 @@ Walked walk_plan(const Shape& shape) {
           int64_t unit = lane_begin(plan, count, cta);
           const int64_t end = lane_begin(plan, count, cta + 1);
           while (unit < end) {
-            const int local = static_cast<int>(unit / plan.period_blocks);
+            const int local = static_cast<int>(unit / plan.period_blocks());
             BlockWalk walk;
-            walk.period = plan.period_blocks;
-            walk.first = static_cast<int>(unit % plan.period_blocks);
+            walk.period = plan.period_blocks();
+            walk.first = static_cast<int>(unit % plan.period_blocks());
             walk.run =
-                static_cast<int>(std::min<int64_t>(plan.period_blocks - walk.first, end - unit));
+                static_cast<int>(std::min<int64_t>(plan.period_blocks() - walk.first, end - unit));
             EXPECT_EQ(lane_owner(plan, count, unit), cta);
             EXPECT_EQ(lane_owner(plan, count, unit + walk.run - 1), cta);
             unit += walk.run;
@@ -107,26 +117,28 @@ Walked walk_plan(const Shape& shape) {
             const int row_block =
                 group.begin + local - row_blocks_before(plan, table.data(), context);
             const SequenceInfo& sequence = table[static_cast<size_t>(view.seq)];
-            int first = 0x7fffffff, last = 0;
+            const KeyRange seen = rows_range(shape.mask, sequence, plan.group,
+                                             row_block * plan.rows(), plan.rows());
             for (int row = row_block * plan.rows(); row < (row_block + 1) * plan.rows(); ++row) {
               if (row >= sequence.q_len * plan.group) break;
               const KeyRange keys = row_range(shape.mask, sequence, row / plan.group);
               if (keys.empty()) continue;
+              EXPECT_GE(keys.begin, seen.begin);
+              EXPECT_LE(keys.end, seen.end);
               EXPECT_GE(keys.begin, view.begin);
               EXPECT_LE(keys.end, view.end);
-              first = std::min(first, static_cast<int>(keys.begin));
-              last = std::max(last, static_cast<int>(keys.end));
             }
+            const int first = static_cast<int>(seen.begin), last = static_cast<int>(seen.end);
             const StepRange range = step_range(plan, view, step);
-            const int first_block = range.begin / kBlockTokens;
-            walk.set(std::max(first / kBlockTokens, first_block),
-                     std::min((last + kBlockTokens - 1) / kBlockTokens,
-                              (range.end + kBlockTokens - 1) / kBlockTokens));
+            const int first_block = range.begin / block_tokens;
+            walk.set(std::max(first / block_tokens, first_block),
+                     std::min((last + block_tokens - 1) / block_tokens,
+                              (range.end + block_tokens - 1) / block_tokens));
             int block = walk.count > 0 ? walk.block(0) : 0;
             for (int k = 0; k < walk.count; ++k) {
               EXPECT_EQ(block, walk.block(k));
               EXPECT_GE(block, first_block);
-              EXPECT_LT(block - first_block, plan.image_blocks());
+              EXPECT_LE((block - first_block + 1) * block_tokens, plan.fill_blocks() * kFillTokens);
               pieces[{local, cta}].push_back(block);
               block = walk.after(block);
             }
@@ -147,9 +159,9 @@ Walked walk_plan(const Shape& shape) {
       }
       // The merge reads the slots from the first owner to the last, and no other piece's.
       for (const auto& [local, owned] : slots_of) {
-        const int64_t unit = static_cast<int64_t>(local) * plan.period_blocks;
+        const int64_t unit = static_cast<int64_t>(local) * plan.period_blocks();
         const int begin = lane_owner(plan, count, unit) + local;
-        const int end = lane_owner(plan, count, unit + plan.period_blocks - 1) + local;
+        const int end = lane_owner(plan, count, unit + plan.period_blocks() - 1) + local;
         EXPECT_EQ(*owned.begin(), begin);
         EXPECT_EQ(*owned.rbegin(), end);
         EXPECT_EQ(static_cast<int>(owned.size()), end - begin + 1);
@@ -172,7 +184,7 @@ Walked walk_plan(const Shape& shape) {
            row < std::min(num_rows, (row_block + 1) * plan.rows()); ++row) {
         const KeyRange keys = row_range(shape.mask, sequence, row / plan.group);
         if (keys.empty()) continue;
-        for (int64_t b = keys.begin / kBlockTokens; b * kBlockTokens < keys.end; ++b) {
+        for (int64_t b = keys.begin / block_tokens; b * block_tokens < keys.end; ++b) {
           EXPECT_EQ(times[static_cast<int>(b)], 1) << "row " << row << " key block " << b;
         }
       }
@@ -212,6 +224,11 @@ TEST(TilePlan, EveryVisibleKeyOnceWhateverTheTile) {
   shape.q_lens = {50};
   shape.seq_lens = {20};  // rows before the sequence see nothing
   shapes.push_back(shape);
+  const size_t num_shapes = shapes.size();
+  for (size_t i = 0; i < num_shapes; ++i) {
+    shapes.push_back(shapes[i]);
+    shapes.back().engine = TileEngine::kHopper;
+  }
   for (Shape& each : shapes) {
     const Walked walked = walk_plan(each);
     for (int64_t tile : {8192, 16384, 32768, 131072}) {
@@ -226,10 +243,21 @@ TEST(TilePlan, EveryVisibleKeyOnceWhateverTheTile) {
 }
 
 TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
-  for (auto [head_dim, overlaps] : {std::pair{64, true}, std::pair{128, true}, std::pair{256, true},
-                                    std::pair{128, false}, std::pair{256, false}}) {
+  struct Variant {
+    int head_dim;
+    bool overlaps;
+    TileEngine engine;
+  };
+  std::vector<Variant> variants = {{128, false, TileEngine::kPortable},
+                                   {256, false, TileEngine::kPortable}};
+  for (TileEngine engine : kEngines) {
+    for (int head_dim : {64, 128, 256}) variants.push_back({head_dim, true, engine});
+  }
+  for (auto [head_dim, overlaps, engine] : variants) {
     for (int q_len : {33, 256, 1024, 8192}) {
       Shape shape;
+      shape.engine = engine;
+      shape.overlaps = overlaps;
       shape.head_dim = head_dim;
       shape.num_kv_heads = head_dim == 256 ? 4 : 8;
       shape.group = head_dim == 256 ? 6 : 4;
@@ -237,7 +265,7 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       int64_t bytes = 0;
       for (int cached : {0, 16384, 131072, 1009664}) {
         shape.seq_lens = {cached + q_len};
-        const TilePlan plan = make_tile_plan(make_call(shape), TileDevice{132, overlaps});
+        const TilePlan plan = plan_of(shape);
         EXPECT_LE(plan.bytes, kTileScratchBytes) << head_dim << " " << q_len;
         if (bytes != 0) {
           EXPECT_EQ(plan.bytes, bytes);
@@ -248,11 +276,11 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
       for (int64_t tile : {int64_t{0}, int64_t{8192}, int64_t{131072}}) {
         shape.tile_tokens = tile;
         shape.q_lens = {q_len};
-        const int64_t planned = make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes;
+        const int64_t planned = plan_of(shape).bytes;
         for (int smaller : {1, 33, 100, 500, 1000, 1024, 1100, 2000, 4000, 8000}) {
           if (smaller > q_len) break;
           shape.q_lens = {smaller};
-          EXPECT_LE(make_tile_plan(make_call(shape), TileDevice{132, overlaps}).bytes, planned);
+          EXPECT_LE(plan_of(shape).bytes, planned);
         }
       }
       shape.tile_tokens = 0;
@@ -261,27 +289,33 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
 }
 
 TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
-  for (int q_len : {1, 64, 256, 500, 512, 513, 1024, 8192, 65536}) {
-    Shape shape;
-    shape.num_kv_heads = 8;
-    shape.q_lens = {q_len};
-    shape.seq_lens = {131072 + q_len};
-    const AttentionCall call = make_call(shape);
-    const TilePlan plan = make_tile_plan(call, TileDevice{132, true});
-    const int64_t rows = (q_len * int64_t{shape.group} + 255) / 256 * 256;
-    const int filling = plan.num_sms - plan.num_ctas;
-    if (rows <= kOverlapRows) {
-      EXPECT_EQ(plan.buffers, 2) << q_len;
-      EXPECT_GE(plan.num_ctas, 1) << q_len;
-      // Dequantising a step takes its SMs no longer than attending to it takes the others.
-      EXPECT_GE(filling * (kFillRows + rows), int64_t{plan.num_sms} * kFillRows) << q_len;
-    } else {
-      EXPECT_EQ(plan.buffers, 1) << q_len;
-      EXPECT_EQ(filling, 0) << q_len;
+  for (TileEngine engine : kEngines) {
+    const TileShape kernel = tile_shape(engine, 128);
+    for (int q_len : {1, 64, 256, 500, 512, 513, 1024, 8192, 65536}) {
+      Shape shape;
+      shape.engine = engine;
+      shape.num_kv_heads = 8;
+      shape.q_lens = {q_len};
+      shape.seq_lens = {131072 + q_len};
+      const TilePlan plan = plan_of(shape);
+      const int64_t rows =
+          (q_len * int64_t{shape.group} + kernel.rows - 1) / kernel.rows * kernel.rows;
+      const int filling = plan.num_sms - plan.num_ctas;
+      if (rows <= kOverlapRows) {
+        EXPECT_EQ(plan.buffers, 2) << q_len;
+        EXPECT_GE(plan.num_ctas, 1) << q_len;
+        // Dequantising a step takes its SMs no longer than attending to it takes the others.
+        EXPECT_GE(filling * (kernel.fill_rows + rows), int64_t{plan.num_sms} * kernel.fill_rows)
+            << q_len;
+      } else {
+        EXPECT_EQ(plan.buffers, 1) << q_len;
+        EXPECT_EQ(filling, 0) << q_len;
+      }
+      shape.overlaps = false;
+      const TilePlan serial = plan_of(shape);
+      EXPECT_EQ(serial.buffers, 1);
+      EXPECT_EQ(serial.num_ctas, 132);
     }
-    const TilePlan serial = make_tile_plan(call, TileDevice{132, false});
-    EXPECT_EQ(serial.buffers, 1);
-    EXPECT_EQ(serial.num_ctas, 132);
   }
 }
 
@@ -301,7 +335,10 @@ TEST(TileImage, ScaledLevelsAreNearlyFp16Numbers) {
 
 TEST(TilePlan, SharesAreEvenWithTheCostOfPieces) {
   TilePlan plan;
+  for (TileShape kernel :
+       {portable_shape(128), portable_shape(256), hopper_shape(128), hopper_shape(256)})
   for (int ctas : {1, 20, 108, 127, 132, 188}) {
+    plan.shape = kernel;
     plan.num_ctas = ctas;
     for (int row_blocks : {1, 2, 3, 7, 32, 48, 64, 133, 1000}) {
       int64_t least = int64_t{1} << 40, most = 0;
@@ -313,13 +350,13 @@ TEST(TilePlan, SharesAreEvenWithTheCostOfPieces) {
           ASSERT_EQ(lane_owner(plan, row_blocks, unit), cta);
         }
         int64_t further = 0;  // pieces after the first
-        if (end > begin) further = (end - 1) / kSpanBlocks - begin / kSpanBlocks;
-        const int64_t cost = end - begin + further * kPieceUnits;
+        if (end > begin) further = (end - 1) / plan.period_blocks() - begin / plan.period_blocks();
+        const int64_t cost = end - begin + further * kernel.piece_units;
         least = std::min(least, cost);
         most = std::max(most, cost);
       }
       EXPECT_LE(most, lane_cost(plan, row_blocks) / lane_ctas(plan, row_blocks) + 1);
-      EXPECT_LE(most - least, 2 * kPieceUnits) << ctas << " " << row_blocks;
+      EXPECT_LE(most - least, 2 * kernel.piece_units) << ctas << " " << row_blocks;
     }
   }
 }

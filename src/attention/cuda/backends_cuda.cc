@@ -130,8 +130,9 @@ Status tile_run(const AttentionCall& call, Workspace workspace, const RunOptions
 Status choose(const AttentionCall& call, const RunOptions& options, const Backend** engine) {
   const DeviceInfo* device;
   KVTILE_RETURN_IF_ERROR(backend_device(kAny, options.device, &device));
-  const Backend* tile = kCudaHopperBackend.supports(call, options).ok() ? &kCudaHopperBackend
-                                                                         : &kCudaTileBackend;
+  const Backend* tile = cuda::cheaper_tile(*device) == cuda::TileEngine::kHopper
+                            ? &kCudaHopperBackend
+                            : &kCudaTileBackend;
   const Status rows = rows_supports(call, options), tile_status = tile->supports(call, options);
   if (!rows.ok() && !tile_status.ok()) return tile_status;
   const bool take_rows = rows.ok() && (!tile_status.ok() || cuda::rows_are_cheaper(call, *device));

@@ -18,7 +18,8 @@ constexpr double kRowsRawFlopsPerSmNs = 64.0;  // the raw chunk, in plain fp32
 constexpr double kTileFixedUs = 30.0;          // a dozen launches
 constexpr double kTileGroupUs = 10.0;          // a launch group of about one row block per SM
 constexpr double kTileFillSmNs = 65.0;         // dequantising a token-head, 128 dimensions
-constexpr double kTileFlopsPerSmNs = 2800.0;   // attention over the image
+constexpr double kTileFlopsPerSmNs = 2800.0;   // attention over the image, portable
+constexpr double kHopperFlopsPerSmNs = 4600.0;  // and with wgmma
 
 int group_of(const AttentionCall& call) { return call.num_heads / call.cache.num_kv_heads; }
 
@@ -73,29 +74,38 @@ double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
   return kRowsFixedUs + 1e-3 * (std::max(bytes_ns, issue_ns) + raw_ns);
 }
 
-double tile_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
+double tile_cost_us(TileEngine engine, const AttentionCall& call, int64_t seq_len,
+                    const DeviceInfo& device) {
+  const double flops_per_sm_ns =
+      engine == TileEngine::kHopper ? kHopperFlopsPerSmNs : kTileFlopsPerSmNs;
   const int head_dim = call.cache.format.head_dim;
   const int64_t contexts = int64_t{call.num_seqs} * call.cache.num_kv_heads;
-  const int rows = tile_rows(head_dim);
+  const int rows = tile_shape(engine, head_dim).rows;
   const int64_t row_blocks = (largest_packed_rows(call) + rows - 1) / rows;
   const double slots = token_heads(call, seq_len);
   const double fill_ns = slots * wide(call) * kTileFillSmNs / device.num_sms;
   const double attention_ns = slots * 4.0 * head_dim * rows * static_cast<double>(row_blocks) /
-                              (kTileFlopsPerSmNs * device.num_sms);
+                              (flops_per_sm_ns * device.num_sms);
   const double groups = static_cast<double>(contexts * row_blocks) / device.num_sms;
   return kTileFixedUs + kTileGroupUs * groups + 1e-3 * (fill_ns + attention_ns);
 }
 
+TileEngine cheaper_tile(const DeviceInfo& device) {
+  return device.arch == 90 ? TileEngine::kHopper : TileEngine::kPortable;
+}
+
 bool rows_are_cheaper(const AttentionCall& call, const DeviceInfo& device) {
+  const TileEngine tile = cheaper_tile(device);
   const auto cheaper_at = [&](int64_t q_len) {
     AttentionCall at = call;
     at.max_q_len = q_len;
-    return rows_cost_us(at, kChoiceTokens, device) <= tile_cost_us(at, kChoiceTokens, device);
+    return rows_cost_us(at, kChoiceTokens, device) <=
+           tile_cost_us(tile, at, kChoiceTokens, device);
   };
   // Where the tile engine begins another row block its cost jumps, and could hand back what it had
   // already won. The rows engine's cost only grows, so the end of each block before tells.
   const int64_t q_len = largest_q_len(call);
-  const int rows = tile_rows(call.cache.format.head_dim), group = group_of(call);
+  const int rows = tile_shape(tile, call.cache.format.head_dim).rows, group = group_of(call);
   for (int64_t end = rows; end / group < q_len; end += rows) {
     if (end >= group && !cheaper_at(end / group)) return false;
   }

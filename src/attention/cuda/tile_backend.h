@@ -11,11 +11,10 @@
 #include "kvtile/attention.h"
 #include "kvtile/run.h"
 #include "kvtile/status.h"
+#include "src/attention/cuda/sm80/tile_plan.h"
 #include "src/core/device.h"
 
 namespace kvtile::cuda {
-
-enum class TileEngine { kPortable, kHopper };
 
 // Shape and device only; names the parameter it refuses.
 Status cuda_tile_supports(TileEngine engine, const AttentionCall& call, const DeviceInfo& device);

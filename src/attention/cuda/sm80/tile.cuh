@@ -134,6 +134,31 @@ __device__ __forceinline__ int after_all(const uint32_t (&p)[kRowTiles][kSteps][
   return static_cast<int>(any >> 31);
 }
 
+// Rows that see a non-finite value element are lost in its dimension. The image holds 0 in its
+// place (hidden elements must not reach a row as 0 * inf) and lost_tokens[d] names its token.
+template <int kHeadDim, int kRowTiles>
+__device__ __forceinline__ void lose_non_finite(float (&o)[kRowTiles][kHeadDim / 8][4],
+                                                const uint64_t* lost_tokens, const int2* warp_keys,
+                                                int first_key) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint64_t tokens = seen_tokens(warp_keys[i * 16 + r * 8 + lane / 4], first_key);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if ((lost_tokens[8 * j + lane % 4 * 2 + e] & tokens) != 0) {
+            o[i][j][2 * r + e] = __int_as_float(0x7fffffff);
+          }
+        }
+      }
+    }
+  }
+}
+
 // kSharedSteps: k16 steps whose query fragments wait in shared memory (each lane reads back its own
 // 16 bytes) because the registers are full.
 template <int kHeadDim, int kRowTiles, int kSharedSteps>
@@ -510,8 +535,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         if (shared.lossy && shared.flags[block - shared.first_block] != 0) {
           lose_non_finite<kHeadDim, kRowTiles>(
               o, shared.lost_tokens + static_cast<int64_t>(block - shared.first_block) * kHeadDim,
-              first_key,
-              [&](int row) { return shared.row_keys[warp * kRowTiles * 16 + row]; });
+              shared.row_keys + warp * kRowTiles * 16, first_key);
         }
         if (span_ends) {
           const bool carried =

@@ -39,15 +39,21 @@ struct TileShape {
   int piece_units = 3;    // of work that take as long as a further piece costs
 };
 
-// Of cuda/tile: as many rows as leave the accumulators in registers.
+// Which kernel attends over the image: of mma.sync (cuda/tile) or of wgmma (cuda/hopper).
+enum class TileEngine { kPortable, kHopper };
+
+// As many rows as leave the accumulators in registers.
 KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
   return {.rows = head_dim <= 128 ? 256 : 128};
 }
 
-// Of cuda/hopper.
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
   return {.rows = 128, .block_tokens = head_dim <= 128 ? 128 : 64, .fill_rows = 280,
           .piece_units = head_dim <= 128 ? 1 : 2};
+}
+
+KVTILE_HD constexpr TileShape tile_shape(TileEngine engine, int head_dim) {
+  return engine == TileEngine::kHopper ? hopper_shape(head_dim) : portable_shape(head_dim);
 }
 
 // One sequence, sanitised: whatever the device arrays hold, indices built from these stay inside

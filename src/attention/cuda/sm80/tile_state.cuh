@@ -108,36 +108,12 @@ __device__ __forceinline__ void flush_span(float (&o)[kRowTiles][kHeadDim / 8][4
   }
 }
 
-// Rows that see a non-finite value element are lost in its dimension. The image holds 0 in its
-// place (hidden elements must not reach a row as 0 * inf) and lost_tokens[d] names its token among
-// the kFillTokens from first_key. keys_of(row of the warp) is what a row sees.
-template <int kHeadDim, int kRowTiles, typename KeysOf>
-__device__ __forceinline__ void lose_non_finite(float (&o)[kRowTiles][kHeadDim / 8][4],
-                                                const uint64_t* lost_tokens, int first_key,
-                                                const KeysOf& keys_of) {
-  const int lane = threadIdx.x % 32;
-  const auto seen = [first_key](int2 keys) {
-    const int begin = min(max(keys.x - first_key, 0), kFillTokens);
-    const int end = min(max(keys.y - first_key, 0), kFillTokens);
-    const uint64_t below_end = end == kFillTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-    return begin == kFillTokens ? 0 : below_end & ~((uint64_t{1} << begin) - 1);
-  };
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const uint64_t tokens = seen(keys_of(i * 16 + r * 8 + lane / 4));
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if ((lost_tokens[8 * j + lane % 4 * 2 + e] & tokens) != 0) {
-            o[i][j][2 * r + e] = __int_as_float(0x7fffffff);
-          }
-        }
-      }
-    }
-  }
+// Bit t: token first_key + t of a fill block lies in `keys`.
+__device__ __forceinline__ uint64_t seen_tokens(int2 keys, int first_key) {
+  const int begin = min(max(keys.x - first_key, 0), kFillTokens);
+  const int end = min(max(keys.y - first_key, 0), kFillTokens);
+  const uint64_t below_end = end == kFillTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+  return begin == kFillTokens ? 0 : below_end & ~((uint64_t{1} << begin) - 1);
 }
 
 }  // namespace kvtile::cuda

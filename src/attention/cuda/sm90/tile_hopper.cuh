@@ -360,17 +360,6 @@ struct HopperConsumer {
         p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
       }
     };
-    // After the values of `block`.
-    const auto lose = [&](int block) {
-      const uint8_t* flags = params.flags(at.buffer, piece.index);
-      const uint64_t* lost_tokens = params.lost_tokens(at.buffer, piece.index);
-      for (int part = 0; part < kTokens / kFillTokens; ++part) {
-        const int fill = (block - piece.first_block) * (kTokens / kFillTokens) + part;
-        if (flags[fill] == 0) continue;
-        lose_non_finite<kHeadDim, 1>(o, lost_tokens + static_cast<int64_t>(fill) * kHeadDim,
-                                     block * kTokens + part * kFillTokens, keys_of);
-      }
-    };
     const int first_span = piece.walk.block(0) / kSpanBlocks;
     const auto flush = [&](int block) {
       flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), softmax,
@@ -408,12 +397,10 @@ struct HopperConsumer {
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       leave_plane(keys);
-      const bool span_ends = next_block / kSpanBlocks != block / kSpanBlocks;
-      if (span_ends || piece.lossy) {
+      if (next_block / kSpanBlocks != block / kSpanBlocks) {
         ptx::wgmma_wait<0>();
         ptx::pin(o[0]);
-        if (piece.lossy) lose(block);
-        if (span_ends) flush(block);
+        flush(block);
       }
       block = next_block;
       const bool moves = exponentiate(block, alpha);
@@ -438,8 +425,38 @@ struct HopperConsumer {
     ptx::pin(o[0]);
     leave_plane(place);
     place.advance();
-    if (piece.lossy) lose(block);
     flush(block);
+    if (piece.lossy) lose_non_finite(piece, at.buffer, keys_of);
+  }
+
+  // Rows that see a non-finite value element are lost in its dimension: NaN in the carried state
+  // stays NaN. The image holds 0 in its place and lost_tokens names it.
+  template <typename KeysOf>
+  __device__ __forceinline__ void lose_non_finite(const HopperPiece& piece, int buffer,
+                                                  const KeysOf& keys_of) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint8_t* flags = params.flags(buffer, piece.index);
+    const uint64_t* lost_tokens = params.lost_tokens(buffer, piece.index);
+    float4* carry = params.carry(piece.slot) + warp * (kHeadDim / 8) * 32 + lane;
+    constexpr int kFills = kTokens / kFillTokens;
+#pragma unroll 1
+    for (int k = 0; k < kFills * piece.walk.count; ++k) {
+      const int block = piece.walk.block(k / kFills);
+      const int fill = (block - piece.first_block) * kFills + k % kFills;
+      if (flags[fill] == 0) continue;
+      const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
+#pragma unroll 1
+      for (int r = 0; r < 2; ++r) {
+        const uint64_t tokens = seen_tokens(keys_of(r * 8 + lane / 4),
+                                            block * kTokens + k % kFills * kFillTokens);
+#pragma unroll 1
+        for (int d = 0; d < kHeadDim; d += 8) {
+          float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
+          if ((lost[d] & tokens) != 0) pair[0] = __int_as_float(0x7fffffff);
+          if ((lost[d + 1] & tokens) != 0) pair[1] = __int_as_float(0x7fffffff);
+        }
+      }
+    }
   }
 };
 
@@ -476,10 +493,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
 
   const int warp = threadIdx.x / 32;
   if (warp >= kHopperWarps) {
-    ptx::give_registers<32>();
+    ptx::give_registers<56>();
     if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
   } else {
-    ptx::take_registers<240>();
+    ptx::take_registers<224>();
     const int warpgroup = warp / 4;
     HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, queries + warpgroup * kQueryBytes,
                                                planes};
