@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "src/core/device.h"
+#include "tests/cuda/engines.h"
 #include "tests/cuda/gpu_problem.h"
 #include "tests/testing/cases.h"
 #include "tests/testing/compare.h"
@@ -22,6 +23,8 @@ namespace {
 using testing::AttendProblem;
 using testing::AttendSpec;
 using testing::DeviceBuffer;
+using testing::engines;
+using testing::engines_and_choice;
 using testing::fails_with;
 using testing::format_names;
 using testing::FormatName;
@@ -32,7 +35,6 @@ using testing::Random;
 using testing::same_bits;
 using testing::SeqSpec;
 
-constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile", "cuda/hopper"};
 constexpr int kHeadDims[] = {64, 128, 256};
 
 RunOptions backend(const char* name) {
@@ -53,26 +55,27 @@ RunOptions backend(const char* name) {
 
 // All cases on all engines, spread over the cores: the oracle takes the time.
 void run_cases(const std::vector<AttendSpec>& cases) {
-  int ran[2] = {0, 0};
+  const std::vector<const char*> names = engines();
+  std::vector<int> ran(names.size(), 0);
 #pragma omp parallel for schedule(dynamic, 1)
   for (size_t i = 0; i < cases.size(); ++i) {
     AttendProblem problem(cases[i]);
     GpuProblem gpu(&problem);
-    for (int e = 0; e < 2; ++e) {
-      const Status supported = backend_supports(kEngines[e], gpu.call);
+    for (size_t e = 0; e < names.size(); ++e) {
+      const Status supported = backend_supports(names[e], gpu.call);
       if (!supported.ok()) {
         // Only the rows engine refuses, and only for its rows.
-        EXPECT_EQ(e, 0) << supported.message();
+        EXPECT_EQ(e, 0u) << supported.message();
         EXPECT_TRUE(fails_with(supported, StatusCode::kUnsupported, "max_q_len"));
         continue;
       }
-      EXPECT_TRUE(check(&problem, &gpu, kEngines[e]));
+      EXPECT_TRUE(check(&problem, &gpu, names[e]));
 #pragma omp atomic
       ++ran[e];
     }
   }
-  EXPECT_EQ(ran[1], static_cast<int>(cases.size()));
   EXPECT_GT(ran[0], 0);
+  for (size_t e = 1; e < names.size(); ++e) EXPECT_EQ(ran[e], static_cast<int>(cases.size()));
 }
 
 AttendSpec base(const FormatName& name, int head_dim) {
@@ -183,7 +186,7 @@ TEST(AttendGpuTest, LongMixedBatchesAgreeWithTheCpu) {
           return all;
         };
         want = outputs();
-        for (const char* engine : kEngines) {
+        for (const char* engine : engines()) {
           if (!backend_supports(engine, gpu.call).ok()) continue;
           ASSERT_TRUE(is_ok(gpu.run(backend(engine)))) << engine << describe(spec);
           const std::vector<double> got = outputs();
@@ -208,12 +211,16 @@ TEST(AttendGpuTest, TileSizeAndGarbageMoveNoBit) {
     spec.raw_chunk = true;
     AttendProblem problem(spec);
     GpuProblem gpu(&problem);
-    ASSERT_TRUE(is_ok(gpu.run(backend("cuda/tile"))));
-    const auto bits = problem.all_bits();
-    for (int64_t tile : {8192, 16384, 32768, 65536}) {
-      gpu.call.tile_tokens = tile;
-      ASSERT_TRUE(is_ok(gpu.run(backend("cuda/tile"))));
-      EXPECT_TRUE(same_bits(problem.all_bits(), bits)) << tile;
+    for (const char* engine : engines()) {
+      gpu.call.tile_tokens = 0;
+      if (!backend_supports(engine, gpu.call).ok()) continue;
+      ASSERT_TRUE(is_ok(gpu.run(backend(engine))));
+      const auto bits = problem.all_bits();
+      for (int64_t tile : {8192, 16384, 32768, 65536}) {
+        gpu.call.tile_tokens = tile;
+        ASSERT_TRUE(is_ok(gpu.run(backend(engine))));
+        EXPECT_TRUE(same_bits(problem.all_bits(), bits)) << engine << " " << tile;
+      }
     }
   }
 }
@@ -221,7 +228,7 @@ TEST(AttendGpuTest, TileSizeAndGarbageMoveNoBit) {
 // Bytes that no visible position names cannot change a bit.
 TEST(AttendGpuTest, PoisonMovesNoBit) {
   for (const FormatName& name : format_names()) {
-    for (const char* engine : kEngines) {
+    for (const char* engine : engines()) {
       std::vector<std::byte> bits;
       for (std::byte poison : {std::byte{0xFF}, std::byte{0x00}, std::byte{0x7C}}) {
         AttendSpec spec = base(name, 128);
@@ -242,7 +249,7 @@ TEST(AttendGpuTest, PoisonMovesNoBit) {
 // A visible token without a page makes the rows that see it NaN; the others keep every bit, and
 // nothing faults, whatever the tables and lengths say.
 TEST(AttendGpuTest, HostileTablesAndLengthsDoNotFault) {
-  for (const char* engine : kEngines) {
+  for (const char* engine : engines()) {
     AttendSpec spec = base(format_names()[2], 128);
     spec.seqs = {{300, 2}, {200, 2}, {100, 2}};
     AttendProblem problem(spec);
@@ -290,7 +297,7 @@ TEST(AttendGpuTest, HostileTablesAndLengthsDoNotFault) {
 }
 
 TEST(AttendGpuTest, WorkspaceIsExactAndOneByteLessIsRefused) {
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
+  for (const char* engine : engines_and_choice()) {
     AttendSpec spec = base(format_names()[2], 128);
     spec.seqs = {{500, 4}, {70, 1}};
     AttendProblem problem(spec);
@@ -351,7 +358,7 @@ TEST(AttendGpuTest, ChoosesRowsForDecodeAndTilesForPrefill) {
     GpuProblem gpu(&problem);
     RunReport report;
     ASSERT_TRUE(is_ok(gpu.run(backend("cuda"), &report)));
-    EXPECT_STREQ(report.backend, q_len > 100 ? "cuda/tile" : "cuda/rows");
+    EXPECT_STREQ(report.backend, q_len > 100 ? engines().back() : "cuda/rows");
     EXPECT_TRUE(matches_reference(problem, kGpuTolerance));
   }
 }
@@ -362,7 +369,7 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
   spec.sinks = true;
   AttendProblem problem(spec);
   GpuProblem gpu(&problem);
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
+  for (const char* engine : engines_and_choice()) {
     const RunOptions options = backend(engine);
     size_t bytes = 0;
     ASSERT_TRUE(is_ok(workspace_bytes(gpu.call, options, &bytes)));
@@ -405,7 +412,7 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
   }
   AttentionCall call = gpu.call;
   call.cache = make_cache(call.cache.pages, 1, 16, 2, testing::make_format("k8v4", 80));
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
+  for (const char* engine : engines_and_choice()) {
     EXPECT_TRUE(fails_with(backend_supports(engine, call), StatusCode::kUnsupported, "head_dim"));
   }
   call = gpu.call;
@@ -450,7 +457,7 @@ TEST(AttendGpuTest, RunsOnTheDeviceItIsToldTo) {
 // For compute-sanitizer: little work, every kernel, and a workspace nobody has written, so that
 // initcheck sees what is read before it is made.
 TEST(SanitizerGpuTest, SmallShapesOnFreshMemory) {
-  for (const char* engine : kEngines) {
+  for (const char* engine : engines()) {
     for (const FormatName& name : format_names()) {
       for (int head_dim : kHeadDims) {
         for (bool raw : {false, true}) {
@@ -476,7 +483,7 @@ TEST(SanitizerGpuTest, SmallShapesOnFreshMemory) {
 }
 
 TEST(AttendGpuTest, EmptyBatches) {
-  for (const char* engine : kEngines) {
+  for (const char* engine : engines()) {
     AttendSpec spec = base(format_names()[2], 128);
     spec.seqs = {{0, 0}, {10, 0}};
     AttendProblem problem(spec);

@@ -12,6 +12,7 @@
 #include "kvtile/attention.h"
 #include "kvtile/codec.h"
 #include "tests/cuda/device_buffer.h"
+#include "tests/cuda/engines.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/generate.h"
 
@@ -19,6 +20,7 @@ namespace kvtile {
 namespace {
 
 using testing::DeviceBuffer;
+using testing::engines;
 using testing::is_ok;
 
 constexpr int64_t kMost = 1 << 20;
@@ -132,7 +134,7 @@ TEST(FlatnessGpuTest, ErrorAtAMillionTokensIsThatAtSixteenThousand) {
     for (int head_dim : {128, 256}) {
       for (bool uniform : {false, true}) {
         const Pool pool(testing::make_format(preset, head_dim), uniform);
-        for (const char* engine : {"cuda/rows", "cuda/tile", "cuda/hopper"}) {
+        for (const char* engine : engines()) {
           const int64_t q_len = engine[5] == 'r' ? 8 : 64;
           double shortest = 0.0;
           for (int64_t tokens : {kShortest, int64_t{1} << 17, kMost}) {

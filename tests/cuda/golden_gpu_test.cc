@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/verify_golden.h"
+#include "tests/cuda/engines.h"
 #include "tests/testing/compare.h"
 
 namespace kvtile {
@@ -15,7 +16,7 @@ namespace {
 TEST(GoldenGpuTest, EveryCheckOnEveryEngine) {
   const char* moved = std::getenv("KVTILE_GOLDEN_FILE");
   const std::string path = moved != nullptr ? moved : KVTILE_GOLDEN_FILE;
-  for (const char* engine : {"cuda", "cuda/rows", "cuda/tile", "cuda/hopper"}) {
+  for (const char* engine : testing::engines_and_choice()) {
     RunOptions options;
     options.backend = engine;
     std::vector<GoldenCheck> checks;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "src/core/device.h"
+#include "tests/cuda/engines.h"
 #include "tests/cuda/gpu_problem.h"
 #include "tests/cuda/jitter.h"
 #include "tests/testing/compare.h"
@@ -18,13 +19,13 @@ namespace {
 using testing::AttendProblem;
 using testing::AttendSpec;
 using testing::DeviceBuffer;
+using testing::engines;
 using testing::GpuProblem;
 using testing::is_ok;
 using testing::kGpuTolerance;
 using testing::same_bits;
 using testing::SeqSpec;
 
-constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile", "cuda/hopper"};
 
 RunOptions on(const char* engine, cudaStream_t stream) {
   RunOptions options;
@@ -80,7 +81,7 @@ AttendSpec batch(int head_dim, bool raw, const std::vector<SeqSpec>& seqs, uint6
 TEST(ReplayGpuTest, ReplayEqualsEagerAfterEverythingChanged) {
   const std::vector<std::vector<SeqSpec>> batches = {
       {{9000, 4}, {3000, 1}, {0, 3}}, {{5, 1}, {8999, 6}, {120, 1}}, {{0, 0}, {700, 8}, {0, 0}}};
-  for (const char* engine : kEngines) {
+  for (const char* engine : engines()) {
     for (int head_dim : {64, 128, 256}) {
       for (bool raw : {false, true}) {
         SCOPED_TRACE(std::string(engine) + " d" + std::to_string(head_dim) +
@@ -174,7 +175,7 @@ TEST(ReplayGpuTest, ReplayEqualsEagerAfterEverythingChanged) {
 TEST(ReplayGpuTest, AHundredJitteredRunsGiveTheSameBits) {
   const DeviceInfo* device = nullptr;
   ASSERT_TRUE(is_ok(device_info(-1, &device)));
-  for (const char* engine : kEngines) {
+  for (const char* engine : engines()) {
     for (int head_dim : {128, 256}) {
       AttendProblem problem(batch(head_dim, true, {{20000, 4}, {3000, 1}, {64, 8}, {9000, 2}}, 7));
       GpuProblem gpu(&problem);
