@@ -20,6 +20,11 @@ KVTILE_HD constexpr uint64_t matrix_descriptor(uint32_t address, int along_k, in
          field(static_cast<uint32_t>(across_k)) << 32;
 }
 
+// The same matrix so many bytes further on.
+KVTILE_HD constexpr uint64_t advance(uint64_t descriptor, int bytes) {
+  return descriptor + static_cast<uint64_t>(bytes >> 4);
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // Orders register accesses before the warpgroup's next products.
@@ -29,6 +34,12 @@ __device__ __forceinline__ void wgmma_fence() {
 
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// x, by a path the compiler cannot see through.
+__device__ __forceinline__ uint32_t hidden(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // Waits until at most kPending of the newest groups are in flight.
@@ -70,7 +81,8 @@ __device__ __forceinline__ void pin(uint32_t (&a)[kCount][4]) {
 
 // D = A B or D += A B, m64 k16; both operands in shared memory, or A in registers.
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -85,7 +97,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t 
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[10][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[10][4], uint64_t a, uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -96,12 +109,14 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[10][4], uint64_t a, uint64_t
       "%32, %33, %34, %35, %36, %37, %38, %39}, "
       "%40, %41, accumulate, 1, 1, 0, %43;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4), KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
+      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4),
+        KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[12][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[12][4], uint64_t a, uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -117,7 +132,8 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[12][4], uint64_t a, uint64_t
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -129,12 +145,14 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "%64, %65, accumulate, 1, 1, 0, %67;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12)
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
+        KVTILE_ACCUMULATOR_4(d, 12)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[32][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_ss(float (&d)[32][4], uint64_t a, uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -147,15 +165,19 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[32][4], uint64_t a, uint64_t
       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
       "%128, %129, accumulate, 1, 1, 0, %131;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20), KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
+        KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20),
+        KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -166,11 +188,13 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4
       "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n"
       "}\n"
       : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -181,12 +205,15 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[10][4], const uint32_t (&a)[
       "%32, %33, %34, %35, %36, %37, %38, %39}, "
       "{%40, %41, %42, %43}, %44, accumulate, 1, 1, %46;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4), KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4),
+        KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -198,11 +225,13 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[12][4], const uint32_t (&a)[
       "{%48, %49, %50, %51}, %52, accumulate, 1, 1, %54;\n"
       "}\n"
       : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -214,12 +243,15 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[16][4], const uint32_t (&a)[
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "{%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
+        KVTILE_ACCUMULATOR_4(d, 12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rs(float (&d)[32][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -232,11 +264,15 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32][4], const uint32_t (&a)[
       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
+      "%127}, "
       "{%128, %129, %130, %131}, %132, accumulate, 1, 1, %134;\n"
       "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8), KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20), KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
+        KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20),
+        KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 #undef KVTILE_ACCUMULATOR_1

@@ -39,7 +39,8 @@ template <int kKeyBits, int kValueBits>
 cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early,
                         cudaStream_t stream) {
   const TilePlan& plan = params.plan;
-  const int sms = early ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
+  const int sms =
+      early && plan.buffers > 1 ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
   const int blocks =
       std::min(sms * fill_blocks_of_sm(plan.head_dim), plan.contexts * plan.fill_blocks());
   const size_t shared = fill_bytes<kKeyBits, kValueBits>(plan);
@@ -131,17 +132,16 @@ cudaError_t run_tile(const TileParams& params, const TileAttention& attention,
   KVTILE_RETURN_IF_CUDA_ERROR(
       fill_of(params.format).prepare(plan.head_dim, shared_bytes_per_block));
   KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_sequences(params, stream));
-  const bool overlaps = plan.buffers > 1;
   for (TileStep at, next; at.context_group < plan.num_context_groups; at = next) {
     next = step_after(plan, at);
     const bool opens = at.step == 0, first = opens && at.row_chunk == 0 && at.context_group == 0;
-    if (first || !overlaps) {
-      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, false, stream));
+    if (first || plan.buffers == 1) {
+      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, plan.overlaps && !opens, stream));
     }
     if (opens) KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_rotate(params, at, stream));
     KVTILE_RETURN_IF_CUDA_ERROR(
-        attention.launch(params, at, shared_bytes_per_block, overlaps && !opens, stream));
-    if (overlaps && next.context_group < plan.num_context_groups) {
+        attention.launch(params, at, shared_bytes_per_block, plan.overlaps && !opens, stream));
+    if (plan.buffers > 1 && next.context_group < plan.num_context_groups) {
       KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, next, true, stream));
     }
     if (next.step == 0) KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_merge(params, at, stream));

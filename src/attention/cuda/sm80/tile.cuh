@@ -4,7 +4,7 @@
 // last warp to leave a stage refills it, so nobody waits for the slowest. Scores are in log2 units;
 // probabilities are held times 2^kProbabilityExponent, and a row's reference only moves when its
 // maximum grew by more than 3, which keeps them below 2^15. Accumulators are fresh at every
-// kSpanTokens and are added to the carried fp32 state.
+// span and are added to the carried fp32 state.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,6 +20,7 @@ namespace kvtile::cuda {
 inline constexpr int kTileWarps = 8;
 inline constexpr int kTileThreads = 32 * kTileWarps;
 inline constexpr int kBlockTokens = portable_shape(128).block_tokens;
+inline constexpr int kSpanBlocks = portable_shape(128).span_tokens / kBlockTokens;
 inline constexpr int kMaxStages = 16;
 
 // Measured choices (docs/kernels/tile.md). k16 steps of probabilities that are ready before a turn
@@ -63,10 +64,10 @@ __device__ __forceinline__ void start_piece(const TileParams& params, const Tile
   const SequenceInfo* sequences = params.sequences();
   shared->local = -1;
   if (shared->unit >= shared->end_unit) return;
-  const int local = static_cast<int>(shared->unit / plan.period_blocks());
-  const int first = static_cast<int>(shared->unit % plan.period_blocks());
+  const int local = static_cast<int>(shared->unit / kSpanBlocks);
+  const int first = static_cast<int>(shared->unit % kSpanBlocks);
   const int run = static_cast<int>(
-      min(static_cast<int64_t>(plan.period_blocks() - first), shared->end_unit - shared->unit));
+      min(static_cast<int64_t>(kSpanBlocks - first), shared->end_unit - shared->unit));
   shared->unit += run;
   const GroupRows group = shared->group;
   const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
@@ -77,7 +78,7 @@ __device__ __forceinline__ void start_piece(const TileParams& params, const Tile
   shared->sequence = sequences[view.seq];
   shared->first_row = (group.begin + local - row_blocks_before(plan, sequences, context)) * kRows;
   shared->num_rows = shared->sequence.q_len * plan.group;
-  shared->walk.period = plan.period_blocks();
+  shared->walk.period = kSpanBlocks;
   shared->walk.first = first;
   shared->walk.run = run;
   const StepRange range = step_range(plan, view, at.step);
@@ -503,7 +504,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
       // probabilities, both sub-tiles, and the first value fragments.
       const int next_block = shared.walk.after(block);
       const bool last = k + 1 == shared.walk.count;
-      const bool span_ends = last || next_block / (kSpanTokens / kBlockTokens) != block / (kSpanTokens / kBlockTokens);
+      const bool span_ends = last || next_block / kSpanBlocks != block / kSpanBlocks;
       const bool pause = span_ends || shared.lossy;
       const uint32_t values = stages + stage * kStageBytes + value_lane;
       const uint32_t keys = stages + stage * kStageBytes + kPlaneBytes + key_lane;
@@ -539,7 +540,7 @@ __global__ void __launch_bounds__(kTileThreads, 1)
         }
         if (span_ends) {
           const bool carried =
-              at.step > 0 || block / (kSpanTokens / kBlockTokens) != shared.walk.block(0) / (kSpanTokens / kBlockTokens);
+              at.step > 0 || block / kSpanBlocks != shared.walk.block(0) / kSpanBlocks;
           flush_span<kHeadDim, kRowTiles>(o, l, m, shared.carry, shared.softmax, carried, moved);
           moved = false;
           if (last) break;

@@ -49,7 +49,8 @@ const TileAttention& hopper_attention(int head_dim);
 cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, cudaStream_t stream);
 cudaError_t launch_tile_merge(const TileParams& params, const TileStep& at, cudaStream_t stream);
 cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream);
-// On the SMs that do not attend if `early`, on all of them otherwise.
+// `early`: may start before the launches ahead of it end. On the SMs that do not attend if that
+// leaves some, on all of them otherwise.
 cudaError_t launch_tile_fill(const TileParams& params, const TileStep& at, bool early,
                              cudaStream_t stream);
 

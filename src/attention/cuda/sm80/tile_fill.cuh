@@ -16,9 +16,9 @@ namespace kvtile::cuda {
 struct FillContext {
   int seq = 0, head = 0;
   int q_begin = 0, cached_len = 0;
-  int first_position = 0;       // of the block table
-  int begin = 0, end = 0;       // keys that any row of the group sees
-  int first = 0;                       // key of the step
+  int first_position = 0;                // of the block table
+  int begin = 0, end = 0;                // keys that any row of the group sees
+  int first = 0;                         // key of the step
   int filled_begin = 0, filled_end = 0;  // keys of the step in whole sub-tiles of the image
 };
 
@@ -479,6 +479,10 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     ptx::cp_async_commit();
   };
 
+#if __CUDA_ARCH__ >= 900
+  // The attention over the tile before reads the one image there is.
+  if (plan.buffers == 1) ptx::grid_dependency_wait();
+#endif
   int work = used_from(blockIdx.x), next = used_from(work + gridDim.x);
   look_up(work);
   ptx::cp_async_wait<0>();
@@ -503,8 +507,8 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     target.subtile_tokens = plan.shape.block_tokens;
     const int subtile = block * kFillTokens / target.subtile_tokens;
     target.first_token = block * kFillTokens - subtile * target.subtile_tokens;
-    target.key = params.image(at.buffer, context) +
-                 subtile * subtile_bytes(target.subtile_tokens, kHeadDim);
+    target.key =
+        params.image(at.buffer, context) + subtile * subtile_bytes(target.subtile_tokens, kHeadDim);
     target.value = target.key + plane_bytes(target.subtile_tokens, kHeadDim);
     const uint32_t* own_rows = rows + buffer * kRowsWords;
     const int token = threadIdx.x % kFillTokens;
@@ -526,8 +530,8 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     next = following;
   }
 #if __CUDA_ARCH__ >= 900
-  // The attention over the tile before reads the other buffer: it must have ended before the next
-  // launch, which fills that buffer again, may begin.
+  // The attention over the tile before reads the other of two buffers: it must have ended before
+  // the next launch, which fills that buffer again, may begin.
   ptx::grid_dependency_wait();
 #endif
 }

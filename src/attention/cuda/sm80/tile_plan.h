@@ -20,8 +20,7 @@
 
 namespace kvtile::cuda {
 
-inline constexpr int kFillTokens = 64;    // keys dequantised together
-inline constexpr int kSpanTokens = 8192;  // fresh accumulators at every multiple of this position
+inline constexpr int kFillTokens = 64;  // keys dequantised together
 // The last tile of a context may be this much longer: a short tail is no step of its own.
 inline constexpr int kTailTokens = 1024;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
@@ -35,8 +34,10 @@ inline constexpr int kProbabilityExponent = 12;  // probabilities are held times
 struct TileShape {
   int rows = 256;         // of a row block
   int block_tokens = 64;  // keys of one image sub-tile and of one softmax step, a power of two
-  int fill_rows = 160;    // attending with as many takes an SM as long as dequantising
-  int piece_units = 3;    // of work that take as long as a further piece costs
+  // Accumulators are fresh at every multiple of this position; a tile is as many of them.
+  int span_tokens = 8192;
+  int fill_rows = 160;  // attending with as many takes an SM as long as dequantising
+  int piece_units = 3;  // of work that take as long as a further piece costs
 };
 
 // Which kernel attends over the image: of mma.sync (cuda/tile) or of wgmma (cuda/hopper).
@@ -48,7 +49,10 @@ KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
 }
 
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
-  return {.rows = 128, .block_tokens = head_dim <= 128 ? 128 : 64, .fill_rows = 280,
+  return {.rows = 128,
+          .block_tokens = head_dim <= 128 ? 128 : 64,
+          .span_tokens = 16384,
+          .fill_rows = 280,
           .piece_units = head_dim <= 128 ? 1 : 2};
 }
 
@@ -70,18 +74,19 @@ struct ContextView {
   int seq = 0, head = 0;
   int first_row = 0, end_row = 0;  // packed rows of the sequence that are in the group
   int begin = 0, end = 0;          // keys that any of them sees
-  int base = 0;                    // position of step 0's first token, a multiple of kSpanTokens
+  int base = 0;                    // position of step 0's first token, a multiple of the span
 };
 
 struct TilePlan {
   TileShape shape;
   int head_dim = 0, num_seqs = 0, num_kv_heads = 0, group = 1;
   int num_sms = 0;
-  int num_ctas = 0;    // of the attention kernel, one an SM; the other SMs dequantise
-  int buffers = 1;     // images: two where the next step's is filled during this one
-  int contexts = 1;    // of a launch group
-  int row_blocks = 0;  // of a launch group, at most
-  int row_chunks = 1;  // launch groups over the row blocks of the same contexts
+  int num_ctas = 0;       // of the attention kernel, one an SM; the other SMs dequantise
+  bool overlaps = false;  // launches may start before those ahead of them end
+  int buffers = 1;        // images: two where the next step's is filled during this one
+  int contexts = 1;       // of a launch group
+  int row_blocks = 0;     // of a launch group, at most
+  int row_chunks = 1;     // launch groups over the row blocks of the same contexts
   int num_context_groups = 0;
   int num_steps = 0;          // launch bound, from the hints; not part of the workspace
   int64_t tile_tokens = 0;    // of one context, but the last: see step_range()
@@ -93,7 +98,7 @@ struct TilePlan {
 
   KVTILE_HD int rows() const { return shape.rows; }
   // Key blocks over which a row block's work is cut; see lane_begin().
-  KVTILE_HD int period_blocks() const { return kSpanTokens / shape.block_tokens; }
+  KVTILE_HD int period_blocks() const { return shape.span_tokens / shape.block_tokens; }
   KVTILE_HD int slots() const { return row_blocks + num_ctas - 1; }
   KVTILE_HD int fill_blocks() const {  // of kFillTokens, that an image of one context has room for
     return static_cast<int>((tile_tokens + kTailTokens) / kFillTokens);
@@ -142,16 +147,16 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   plan.num_kv_heads = call.cache.num_kv_heads;
   plan.group = call.num_heads / call.cache.num_kv_heads;
   plan.num_sms = plan.num_ctas = device.num_sms;
-  const int rows = shape.rows;
+  const int rows = shape.rows, span_tokens = shape.span_tokens;
   const int heads = plan.num_kv_heads;
   const int64_t num_contexts = static_cast<int64_t>(plan.num_seqs) * heads;
   const int64_t batch_blocks = row_block_bound(call.total_q, plan.group, plan.num_seqs, rows);
   const int64_t context_blocks =
       std::max<int64_t>(1, (batch_blocks + plan.num_seqs - 1) / std::max(1, plan.num_seqs));
 
-  const bool overlaps = device.overlaps && context_blocks * rows <= kOverlapRows;
-  plan.buffers = overlaps ? 2 : 1;
-  if (overlaps) {
+  plan.overlaps = device.overlaps;
+  plan.buffers = device.overlaps && context_blocks * rows <= kOverlapRows ? 2 : 1;
+  if (plan.buffers > 1) {
     plan.num_ctas -= filling_sms(device.num_sms, shape.fill_rows, context_blocks * rows);
     plan.num_ctas = std::max(plan.num_ctas, 1);
   }
@@ -165,8 +170,11 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const auto group_blocks_of = [&](int64_t contexts) {
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
   };
+  constexpr int64_t kSmallBytes = 1 << 16;  // tables and rounding
+  const int64_t carried_bytes =
+      std::min(kTileCarriedBytes, kTileScratchBytes - kSmallBytes - images_bytes(1, span_tokens));
   const int64_t affordable =
-      std::max<int64_t>(plan.num_ctas / 2, (kTileCarriedBytes - (plan.num_ctas - 1) * slot_bytes) /
+      std::max<int64_t>(plan.num_ctas / 2, (carried_bytes - (plan.num_ctas - 1) * slot_bytes) /
                                                (slot_bytes + query_bytes));
   const auto choose_contexts = [&](int64_t contexts) {
     contexts = std::clamp<int64_t>(contexts, 1, std::max<int64_t>(1, num_contexts));
@@ -178,11 +186,10 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     plan.row_chunks = static_cast<int>((blocks + affordable - 1) / affordable);
     plan.row_blocks = static_cast<int>((blocks + plan.row_chunks - 1) / plan.row_chunks);
     return plan.row_blocks * query_bytes + plan.slots() * slot_bytes +
-           images_bytes(contexts, kSpanTokens);
+           images_bytes(contexts, span_tokens);
   };
   // Few row blocks: several contexts share a launch, so that a thread block carries the state of
   // one row block rather than of a sliver of many. Many: one context, and the longest tile.
-  constexpr int64_t kSmallBytes = 1 << 16;  // tables and rounding
   int64_t least_bytes = choose_contexts(device.num_sms / 2 / context_blocks);
   while (plan.contexts > 1 && least_bytes + kSmallBytes > kTileScratchBytes) {
     least_bytes = choose_contexts(plan.contexts - 1);
@@ -207,11 +214,11 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const int64_t asked = call.tile_tokens > 0 ? call.tile_tokens : kDefaultTileTokens;
   const bool bounded = asked < kDefaultTileTokens + call.cache.block_size;
   const int64_t most = bounded ? asked : asked / (plan.buffers * contexts);
-  int64_t tile = kSpanTokens;
-  while (tile + kSpanTokens <= most &&
+  int64_t tile = span_tokens;
+  while (tile + span_tokens <= most &&
          (!bounded ||
-          offset + images_bytes(contexts, tile + kSpanTokens) + 1024 <= kTileScratchBytes)) {
-    tile += kSpanTokens;
+          offset + images_bytes(contexts, tile + span_tokens) + 1024 <= kTileScratchBytes)) {
+    tile += span_tokens;
   }
   plan.tile_tokens = tile;
   plan.block_divisor = FastDivisor(static_cast<uint32_t>(plan.fill_blocks()));
@@ -220,9 +227,9 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   plan.flags_offset = take(images * plan.fill_blocks());
   plan.lost_offset = take(images * plan.fill_blocks() * 8 * head_dim);
   // The same for every total_q that fits, so that a workspace serves smaller calls.
-  const int64_t least =
-      bounded ? kTileScratchBytes
-              : kTileScratchBytes + (asked + kTailTokens) / kFillTokens * block_bytes;
+  const int64_t least = bounded
+                            ? kTileScratchBytes
+                            : kTileScratchBytes + (asked + kTailTokens) / kFillTokens * block_bytes;
   plan.bytes = std::max(offset, least);
 
   // Launch bounds. A window bounds the span of keys the rows of a launch group can see.
@@ -231,7 +238,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   if (call.max_seq_len > 0) span = std::min(span, call.max_seq_len);
   const int64_t max_q = call.max_q_len > 0 ? std::min(call.max_q_len, call.total_q) : call.total_q;
   if (call.mask.window > 0 && (call.mask.window < span || call.first_positions != nullptr)) {
-    const int64_t windowed = call.mask.window + max_q + kSpanTokens;
+    const int64_t windowed = call.mask.window + max_q + span_tokens;
     span = call.first_positions != nullptr ? windowed : std::min(span, windowed);
   }
   plan.num_steps = num_steps_of(span, tile);
@@ -313,7 +320,7 @@ KVTILE_HD inline ContextView context_view(const TilePlan& plan, const SequenceIn
       rows_range(mask, sequence, plan.group, view.first_row, view.end_row - view.first_row);
   view.begin = static_cast<int>(keys.begin);
   view.end = static_cast<int>(keys.end);
-  view.base = view.begin / kSpanTokens * kSpanTokens;
+  view.base = view.begin / plan.shape.span_tokens * plan.shape.span_tokens;
   return view;
 }
 
@@ -379,7 +386,8 @@ KVTILE_HD inline int64_t lane_begin(const TilePlan& plan, int num_row_blocks, in
   if (cta >= ctas) return lane_units(plan, num_row_blocks);
   const int64_t cost = lane_cost(plan, num_row_blocks) * cta / ctas;
   const int64_t row_block = cost / (plan.period_blocks() + plan.shape.piece_units);
-  const int64_t unit = cost - row_block * (plan.period_blocks() + plan.shape.piece_units) - plan.shape.piece_units;
+  const int64_t unit =
+      cost - row_block * (plan.period_blocks() + plan.shape.piece_units) - plan.shape.piece_units;
   return row_block * plan.period_blocks() + (unit > 0 ? unit : 0);
 }
 

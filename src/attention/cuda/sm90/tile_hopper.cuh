@@ -122,8 +122,8 @@ struct HopperProducer {
         piece.lossy = lossy;
         ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
         if (walk.count > 0) {
-          fill(walk, params.image(at.buffer, index) -
-                         first_block * subtile_bytes(kTokens, kHeadDim),
+          fill(walk,
+               params.image(at.buffer, index) - first_block * subtile_bytes(kTokens, kHeadDim),
                &place);
         }
       }
@@ -165,11 +165,12 @@ struct HopperConsumer {
   static constexpr int kTokens = hopper_shape(kHeadDim).block_tokens;
   static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
   static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
-  static constexpr int kSpanBlocks = kSpanTokens / kTokens;
+  static constexpr int kSpanBlocks = hopper_shape(kHeadDim).span_tokens / kTokens;
   using Scores = float[kTokens / 8][4];
 
   const TileParams& params;
   HopperShared& shared;
+  int warpgroup;
   uint32_t queries;  // of the warpgroup, 64 rows chunk-major
   uint32_t planes;
   RingPlace<kPlanes> place;  // of the next plane
@@ -184,16 +185,14 @@ struct HopperConsumer {
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
-    const uint32_t keys = planes + at.at * kPlaneBytes;
+    const uint64_t a = ptx::matrix_descriptor(ptx::hidden(queries), chunk_offset(1, 0, 64),
+                                              chunk_offset(0, 8, 64));
+    const uint64_t b = ptx::matrix_descriptor(
+        planes + at.at * kPlaneBytes, chunk_offset(1, 0, kTokens), chunk_offset(0, 8, kTokens));
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      ptx::wgmma_ss<0>(
-          s,
-          ptx::matrix_descriptor(queries + chunk_offset(2 * kk, 0, 64), chunk_offset(1, 0, 64),
-                                 chunk_offset(0, 8, 64)),
-          ptx::matrix_descriptor(keys + chunk_offset(2 * kk, 0, kTokens),
-                                 chunk_offset(1, 0, kTokens), chunk_offset(0, 8, kTokens)),
-          kk > 0);
+      ptx::wgmma_ss<0>(s, ptx::advance(a, chunk_offset(2 * kk, 0, 64)),
+                       ptx::advance(b, chunk_offset(2 * kk, 0, kTokens)), kk > 0);
     }
     ptx::wgmma_commit();
   }
@@ -201,14 +200,11 @@ struct HopperConsumer {
   __device__ __forceinline__ void issue_values(float (&o)[kHeadDim / 8][4],
                                                const uint32_t (&p)[kTokens / 16][4],
                                                const Place& at) const {
-    const uint32_t values = planes + at.at * kPlaneBytes;
+    const uint64_t b = ptx::matrix_descriptor(
+        planes + at.at * kPlaneBytes, chunk_offset(0, 8, kTokens), chunk_offset(1, 0, kTokens));
 #pragma unroll
     for (int kk = 0; kk < kTokens / 16; ++kk) {
-      ptx::wgmma_rs<1>(
-          o, p[kk],
-          ptx::matrix_descriptor(values + chunk_offset(0, 16 * kk, kTokens),
-                                 chunk_offset(0, 8, kTokens), chunk_offset(1, 0, kTokens)),
-          true);
+      ptx::wgmma_rs<1>(o, p[kk], ptx::advance(b, chunk_offset(0, 16 * kk, kTokens)), true);
     }
     ptx::wgmma_commit();
   }
@@ -230,13 +226,11 @@ struct HopperConsumer {
   }
 
   __device__ __forceinline__ void attend(const HopperPiece& piece, const TileStep& at) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const TilePlan& plan = params.plan;
-    float2* softmax = params.softmax(piece.slot);
-    const int count = piece.walk.count;
-    if (count <= 0) {
+    if (piece.walk.count <= 0) {
       if (at.step == 0 && lane < 16) {
-        softmax[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
+        params.softmax(piece.slot)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
       }
       return;
     }
@@ -260,12 +254,11 @@ struct HopperConsumer {
       common.y = keys_of(0).y;
     }
     float factor[2], m[1][2], l[1][2];
-    float* row_scale = params.row_scale(piece.local);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp * 16 + r * 8 + lane / 4;
-      factor[r] = __ldcg(row_scale + row);
-      m[0][r] = at.step == 0 ? negative_infinity() : __ldcg(softmax + row).x;
+      factor[r] = __ldcg(params.row_scale(piece.local) + row);
+      m[0][r] = at.step == 0 ? negative_infinity() : __ldcg(params.softmax(piece.slot) + row).x;
       l[0][r] = 0.0f;
     }
     float o[1][kHeadDim / 8][4];
@@ -279,7 +272,7 @@ struct HopperConsumer {
     uint32_t p[kTokens / 16][4];
 
     // Scores to probabilities in place; whatever multiplies `o` by then is in alpha.
-    const auto exponentiate = [&](int block, float (&alpha)[2]) {
+    const auto exponentiate = [&](int block, float(&alpha)[2]) {
       const int first_key = block * kTokens;
       float by[2] = {factor[0], factor[1]};
       if (params.softcap_log2 > 0.0f) {
@@ -360,10 +353,10 @@ struct HopperConsumer {
         p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
       }
     };
-    const int first_span = piece.walk.block(0) / kSpanBlocks;
     const auto flush = [&](int block) {
-      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), softmax,
-                              at.step > 0 || block / kSpanBlocks != first_span, moved);
+      const bool carried = at.step > 0 || block / kSpanBlocks != piece.walk.block(0) / kSpanBlocks;
+      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), params.softmax(piece.slot),
+                              carried, moved);
       moved = false;
     };
 
@@ -378,7 +371,7 @@ struct HopperConsumer {
     place.advance();
     exponentiate(block, alpha);
     round();
-    for (int k = 1; k < count; ++k) {
+    for (int k = 1; k < piece.walk.count; ++k) {
       const int next_block = piece.walk.after(block);
       const Place keys = place;
       place.advance();
@@ -404,6 +397,7 @@ struct HopperConsumer {
       }
       block = next_block;
       const bool moves = exponentiate(block, alpha);
+      ptx::pin(s);  // exponentials run under the product
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       leave_plane(values);
@@ -447,8 +441,8 @@ struct HopperConsumer {
       const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
-        const uint64_t tokens = seen_tokens(keys_of(r * 8 + lane / 4),
-                                            block * kTokens + k % kFills * kFillTokens);
+        const uint64_t tokens =
+            seen_tokens(keys_of(r * 8 + lane / 4), block * kTokens + k % kFills * kFillTokens);
 #pragma unroll 1
         for (int d = 0; d < kHeadDim; d += 8) {
           float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
@@ -497,9 +491,9 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
   } else {
     ptx::take_registers<224>();
-    const int warpgroup = warp / 4;
-    HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, queries + warpgroup * kQueryBytes,
-                                               planes};
+    const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
+    HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, warpgroup,
+                                               queries + warpgroup * kQueryBytes, planes};
     if (warpgroup == 1) ptx::named_barrier_arrive(1, 256);
     for (RingPlace<kHopperPieces> next;; next.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.described[next.at]), next.parity);
