@@ -1,29 +1,13 @@
 // Products of a warpgroup (wgmma, sm_90a only): fp16 operands without swizzle, fp32 accumulators.
 // The other half of ptx.cuh: each function is one PTX instruction. Matrices in shared memory are
-// made of core matrices of 128 contiguous bytes: eight rows of eight elements. A row runs along k
-// where the matrix is k-major (queries, keys) and across it where it is transposed (values).
+// named by descriptors (matrix_descriptor.h).
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "src/core/hd.h"
-
 namespace kvtile::ptx {
-
-// Descriptor of a matrix at a 16-byte-aligned shared memory address. The distances between core
-// matrices, in bytes: along k, and across it.
-KVTILE_HD constexpr uint64_t matrix_descriptor(uint32_t address, int along_k, int across_k) {
-  const auto field = [](uint32_t bytes) { return static_cast<uint64_t>((bytes & 0x3ffff) >> 4); };
-  return field(address) | field(static_cast<uint32_t>(along_k)) << 16 |
-         field(static_cast<uint32_t>(across_k)) << 32;
-}
-
-// The same matrix so many bytes further on.
-KVTILE_HD constexpr uint64_t advance(uint64_t descriptor, int bytes) {
-  return descriptor + static_cast<uint64_t>(bytes >> 4);
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 

@@ -143,5 +143,36 @@ TEST(Buckets, CellsCountBounds) {
   }
 }
 
+// What the hardware makes of a descriptor: the byte of element (x across k, k).
+int operand_offset(uint64_t descriptor, bool transposed, int x, int k) {
+  const auto field = [descriptor](int bit) {
+    return static_cast<int>(descriptor >> bit & 0x3fff) * 16;
+  };
+  const int core = field(0) + k / 8 * field(16) + x / 8 * field(32);
+  return transposed ? core + k % 8 * 16 + x % 8 * 2 : core + x % 8 * 16 + k % 8 * 2;
+}
+
+TEST(TileImage, PlanesAreWgmmaOperands) {
+  for (int tokens : {64, 128}) {
+    for (int head_dim : {64, 128, 256}) {
+      const int plane = 0x2c400;
+      const uint64_t keys = ptx::matrix_descriptor(plane, key_operand(tokens));
+      const uint64_t values = ptx::matrix_descriptor(plane, value_operand(tokens));
+      EXPECT_EQ(keys >> 62, 0u);  // no swizzle
+      EXPECT_EQ(values >> 62, 0u);
+      for (int token = 0; token < tokens; ++token) {
+        for (int d = 0; d < head_dim; ++d) {
+          const int offset = plane + chunk_offset(d / 8, token, tokens) + d % 8 * 2;
+          const uint64_t key_step = ptx::advance(keys, chunk_offset(d / 16 * 2, 0, tokens));
+          const uint64_t value_step =
+              ptx::advance(values, chunk_offset(0, token / 16 * 16, tokens));
+          ASSERT_EQ(operand_offset(key_step, false, token, d % 16), offset) << token << " " << d;
+          ASSERT_EQ(operand_offset(value_step, true, d, token % 16), offset) << token << " " << d;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvtile::cuda

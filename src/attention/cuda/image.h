@@ -9,6 +9,7 @@
 
 #include "kvtile/slot.h"
 #include "src/core/hd.h"
+#include "src/core/matrix_descriptor.h"
 
 namespace kvtile::cuda {
 
@@ -37,6 +38,14 @@ KVTILE_HD constexpr int64_t subtile_bytes(int subtile_tokens, int head_dim) {
 
 KVTILE_HD constexpr int64_t image_bytes(int64_t tokens, int subtile_tokens, int head_dim) {
   return (tokens + subtile_tokens - 1) / subtile_tokens * subtile_bytes(subtile_tokens, head_dim);
+}
+
+// A plane as a wgmma operand, k running along the dimensions (keys) or the tokens (values).
+KVTILE_HD constexpr ptx::MatrixPitch key_operand(int subtile_tokens) {
+  return {chunk_offset(1, 0, subtile_tokens), chunk_offset(0, 8, subtile_tokens)};
+}
+KVTILE_HD constexpr ptx::MatrixPitch value_operand(int subtile_tokens) {
+  return {chunk_offset(0, 8, subtile_tokens), chunk_offset(1, 0, subtile_tokens)};
 }
 
 // Element addresses cover a plane exactly once.

@@ -185,10 +185,8 @@ struct HopperConsumer {
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
-    const uint64_t a = ptx::matrix_descriptor(ptx::hidden(queries), chunk_offset(1, 0, 64),
-                                              chunk_offset(0, 8, 64));
-    const uint64_t b = ptx::matrix_descriptor(
-        planes + at.at * kPlaneBytes, chunk_offset(1, 0, kTokens), chunk_offset(0, 8, kTokens));
+    const uint64_t a = ptx::matrix_descriptor(ptx::hidden(queries), key_operand(64));
+    const uint64_t b = ptx::matrix_descriptor(planes + at.at * kPlaneBytes, key_operand(kTokens));
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
       ptx::wgmma_ss<0>(s, ptx::advance(a, chunk_offset(2 * kk, 0, 64)),
@@ -200,8 +198,7 @@ struct HopperConsumer {
   __device__ __forceinline__ void issue_values(float (&o)[kHeadDim / 8][4],
                                                const uint32_t (&p)[kTokens / 16][4],
                                                const Place& at) const {
-    const uint64_t b = ptx::matrix_descriptor(
-        planes + at.at * kPlaneBytes, chunk_offset(0, 8, kTokens), chunk_offset(1, 0, kTokens));
+    const uint64_t b = ptx::matrix_descriptor(planes + at.at * kPlaneBytes, value_operand(kTokens));
 #pragma unroll
     for (int kk = 0; kk < kTokens / 16; ++kk) {
       ptx::wgmma_rs<1>(o, p[kk], ptx::advance(b, chunk_offset(0, 16 * kk, kTokens)), true);
@@ -397,7 +394,9 @@ struct HopperConsumer {
       }
       block = next_block;
       const bool moves = exponentiate(block, alpha);
-      ptx::pin(s);  // exponentials run under the product
+      // Exponentials run under the product: the next plane's wait depends on their sums, and the
+      // assembler cannot move the product's wait before it. Sums are never negative.
+      wait_plane({place.at, place.parity ^ static_cast<int>(l[0][0] + l[0][1] == -1.0f)});
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       leave_plane(values);
