@@ -252,6 +252,10 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
   const auto is_whole = [&](TokenSpan visible, size_t t) {
     return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
   };
+  // Most rows see every column; their loops have no test.
+  const auto sees_all = [&](TokenSpan visible) {
+    return columns.begin >= visible.begin && columns.end <= visible.end;
+  };
   const VF infinity = hn::Set(df, kInfinity);
   const VF hidden = hn::Neg(infinity);
   alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows], factor[kPaddedRows] = {};
@@ -260,18 +264,22 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
     const TokenSpan visible = rows.visible[r];
     float* row = scores + r * kTileTokens;
     VF max = hidden;
-    for (size_t t = begin; t < end; t += lanes) {
-      VF s = hn::LoadU(df, row + t);
-      if (call.softcap > 0.0f) {
-        const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
-                                  hn::Set(df, call.softcap * 1.44269504f));
-        // NaN and infinity are not capped: they poison the row below.
-        s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
-        hn::StoreU(s, df, row + t);
+    if (call.softcap == 0.0f && sees_all(visible)) {
+      for (size_t t = begin; t < end; t += lanes) max = hn::Max(max, hn::LoadU(df, row + t));
+    } else {
+      for (size_t t = begin; t < end; t += lanes) {
+        VF s = hn::LoadU(df, row + t);
+        if (call.softcap > 0.0f) {
+          const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
+                                    hn::Set(df, call.softcap * 1.44269504f));
+          // NaN and infinity are not capped: they poison the row below.
+          s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+          hn::StoreU(s, df, row + t);
+        }
+        // Selection, not arithmetic: a hidden column may hold anything.
+        if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
+        max = hn::Max(max, s);
       }
-      // Selection, not arithmetic: a hidden column may hold anything.
-      if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
-      max = hn::Max(max, s);
     }
     hn::Store(max, df, vectors.lanes[r]);
     old_max[r] = rows.max[r];
@@ -301,13 +309,21 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
     } else {
       const VF maxes = hn::Set(df, new_max[r]);
       const Exp2Weight weight(hn::Set(df, factor[r]));
-      for (size_t t = begin; t < end; t += lanes) {
-        // Subtracting before scaling keeps huge scores from overflowing and is exact near the
-        // maximum.
-        VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
-        if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
-        sum = hn::Add(sum, p);
-        hn::StoreU(p, df, row + t);
+      // Subtracting before scaling keeps huge scores from overflowing and is exact near the
+      // maximum.
+      if (sees_all(visible)) {
+        for (size_t t = begin; t < end; t += lanes) {
+          const VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
+          sum = hn::Add(sum, p);
+          hn::StoreU(p, df, row + t);
+        }
+      } else {
+        for (size_t t = begin; t < end; t += lanes) {
+          VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
+          if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
+          sum = hn::Add(sum, p);
+          hn::StoreU(p, df, row + t);
+        }
       }
     }
     hn::Store(sum, df, vectors.lanes[r]);
