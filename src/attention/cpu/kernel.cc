@@ -51,8 +51,13 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // rounding.
 class Exp2Weight {
  public:
-  explicit Exp2Weight(VF factor)
-      : factor_(factor), least_(hn::Div(hn::Set(F32(), -125.0f), factor)) {}
+  // `least` as least_difference() gives it: a division that loops over rows make once for all.
+  Exp2Weight(VF factor, VF least) : factor_(factor), least_(least) {}
+  explicit Exp2Weight(VF factor) : Exp2Weight(factor, least_difference(factor)) {}
+
+  static HWY_INLINE VF least_difference(VF factor) {
+    return hn::Div(hn::Set(F32(), -125.0f), factor);
+  }
 
   HWY_INLINE VF operator()(VF difference) const {
     const F32 df;
@@ -258,7 +263,8 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
   };
   const VF infinity = hn::Set(df, kInfinity);
   const VF hidden = hn::Neg(infinity);
-  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows], factor[kPaddedRows] = {};
+  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows];
+  alignas(64) float factor[kPaddedRows] = {}, least[kPaddedRows];
   RowVectors vectors;
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
@@ -292,7 +298,10 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
     VF after = hn::Load(df, new_max + r);
     after = hn::IfThenElse(hn::Lt(before, after), after, before);  // a NaN from before stays
     hn::Store(after, df, new_max + r);
-    const VF kept = Exp2Weight(hn::Load(df, factor + r))(hn::Sub(before, after));
+    const VF factors = hn::Load(df, factor + r);
+    const VF leasts = Exp2Weight::least_difference(factors);
+    hn::Store(leasts, df, least + r);
+    const VF kept = Exp2Weight(factors, leasts)(hn::Sub(before, after));
     hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), kept), df, decay + r);
   }
   for (int r = 0; r < rows.count; ++r) {
@@ -308,7 +317,7 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
       }
     } else {
       const VF maxes = hn::Set(df, new_max[r]);
-      const Exp2Weight weight(hn::Set(df, factor[r]));
+      const Exp2Weight weight(hn::Set(df, factor[r]), hn::Set(df, least[r]));
       // Subtracting before scaling keeps huge scores from overflowing and is exact near the
       // maximum.
       if (sees_all(visible)) {
@@ -647,9 +656,10 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
 
   for (int lane = task.lane_begin; lane < task.lane_end; ++lane) {
     clear_states(scratch.lane, num_rows);
-    int64_t segment = low / kSegmentTokens;
-    segment += (lane - segment % kNumLanes + kNumLanes) % kNumLanes;
-    for (; segment * kSegmentTokens < high; segment += kNumLanes) {
+    const int64_t low_segment = low / kSegmentTokens;
+    const int64_t first_segment =
+        low_segment + (lane - low_segment % kNumLanes + kNumLanes) % kNumLanes;
+    for (int64_t segment = first_segment; segment * kSegmentTokens < high; segment += kNumLanes) {
       clear_states(scratch.segment, num_rows);
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
@@ -679,7 +689,11 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
         }
         begin = end;
       }
-      merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
+      if (segment == first_segment) {
+        std::swap(scratch.segment, scratch.lane);
+      } else {
+        merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
+      }
     }
     merge_rows(scratch.lane, scratch.total, num_rows, head_dim, scratch.row_factor);
   }
