@@ -383,18 +383,17 @@ void poison_scales(TokenSpan span, float* key_scale) {
   for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
 }
 
-void load_packed(const AttentionCall& call, const SlotsAhead& ahead, Block& block,
-                 ThreadScratch& scratch) {
+void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   if (block.direct) {
     block.finite_values = load_value_factors(format, block.slots, block.span, scratch.value_scale,
                                              scratch.value_zero);
     return;
   }
-  unpack_keys(format, block.slots, block.span, ahead, scratch.key_tile, scratch.key_scale);
+  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
   poison_scales(block.span, scratch.key_scale);
   block.finite_values =
-      unpack_values(format, block.slots, block.span, ahead, scratch.words, scratch.value_tile);
+      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
@@ -483,8 +482,17 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
   const auto lanes = static_cast<int>(lane_count());
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
   const float* queries = block.raw ? scratch.query_raw : scratch.query_rot;
+  const int num_tiles = (row_end - row_begin + kRowTile - 1) / kRowTile;
   for (int first = row_begin; first < row_end; first += kRowTile) {
     const int rows = std::min(kRowTile, row_end - first);
+    if (!block.direct) {
+      // A few slots with each row tile; reading slots directly fetches on its own.
+      const int tile = (first - row_begin) / kRowTile;
+      const int fetch_end = (tile + 1) * kTileTokens / num_tiles;
+      for (int t = tile * kTileTokens / num_tiles; t < fetch_end; ++t) {
+        ahead.fetch(call.cache.format, t, 0, 1);
+      }
+    }
     TokenSpan visible[kRowTile];
     TokenSpan all{kTileTokens, 0};
     bool uniform = true;
@@ -681,7 +689,7 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
           if (block.raw) {
             load_raw(call, task, cached_len, block, scratch);
           } else {
-            load_packed(call, ahead, block, scratch);
+            load_packed(call, block, scratch);
           }
           const int first_row = (head - task.kv_head_begin) * task.head_stride();
           attend_block(call, block, ahead, first_row, first_row + task.rows_per_head(), scratch);
