@@ -280,10 +280,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     return;
   }
   if (range.first_group >= range.end_group) {
-    for (int row = threadIdx.x; row < tile.num_rows(); row += blockDim.x) {
-      partial.sums[2 * row] = -INFINITY;
-      partial.sums[2 * row + 1] = 0.0f;
-    }
+    store_empty_state<Config::kHeadDim>(partial, tile.num_rows());
     return;
   }
 

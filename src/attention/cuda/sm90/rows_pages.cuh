@@ -333,10 +333,8 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       return;
     }
     if (range.first_group >= range.end_group) {
-      for (int i = threadIdx.x; i < heads * tile.num_rows(); i += blockDim.x) {
-        const RowsState partial = partial_of(i % heads);
-        partial.sums[2 * (i / heads)] = -INFINITY;
-        partial.sums[2 * (i / heads) + 1] = 0.0f;
+      for (int h = 0; h < heads; ++h) {
+        store_empty_state<Config::kHeadDim>(partial_of(h), tile.num_rows());
       }
       return;
     }
