@@ -224,7 +224,7 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   RowsResidency residency = residency_of(call, shape, device);
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const RowsPages pages = pages_of(call, device);
-  if (plan.pages) residency = {pages.warps, pages.shared_bytes, device.shared_bytes_per_block};
+  if (plan.pages) residency = {pages.warps, pages.shared_bytes};
   const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
   const int64_t states = tile_states * shape.num_kv_heads;
   const int64_t blocks = plan.pages ? tile_states : states;
