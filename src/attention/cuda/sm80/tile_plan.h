@@ -27,6 +27,8 @@ inline constexpr int kSpanBlocks = kSpanTokens / kBlockTokens;
 inline constexpr int kTailTokens = 1024;
 inline constexpr int kTileWarps = 8;
 inline constexpr int kTileThreads = 32 * kTileWarps;
+// Of a thread block, on the parts that have the least of it; every head_dim has kernels for these.
+inline constexpr int kTileMinSharedBytes = 101376;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
 // Dequantising a token takes an SM as long as attending to it with this many rows; measured.
