@@ -288,6 +288,28 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
   }
 }
 
+TEST(TilePlan, ScratchStaysInBoundsForEveryBatch) {
+  for (TileEngine engine : kEngines) {
+    for (int head_dim : {64, 128, 256}) {
+      for (int num_seqs : {1, 3, 20, 64}) {
+        for (bool overlaps : {true, false}) {
+          Shape shape;
+          shape.head_dim = head_dim;
+          shape.num_kv_heads = 8;
+          AttentionCall call = make_call(shape);
+          call.num_seqs = num_seqs;
+          for (call.total_q = 1; call.total_q < 20000; call.total_q += 1 + call.total_q / 16) {
+            const TilePlan plan =
+                make_tile_plan(call, TileDevice{132, overlaps}, tile_shape(engine, head_dim));
+            EXPECT_LE(plan.bytes, kTileScratchBytes)
+                << head_dim << " sequences " << num_seqs << " rows " << call.total_q;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
   for (TileEngine engine : kEngines) {
     const TileShape kernel = tile_shape(engine, 128);
@@ -300,7 +322,7 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
       const TilePlan plan = plan_of(shape);
       const int64_t rows =
           (q_len * int64_t{shape.group} + kernel.rows - 1) / kernel.rows * kernel.rows;
-      const int filling = plan.num_sms - plan.num_ctas;
+      const int filling = plan.num_sms - plan.num_ctas * kernel.cluster;
       if (rows <= kOverlapRows) {
         EXPECT_EQ(plan.buffers, 2) << q_len;
         EXPECT_GE(plan.num_ctas, 1) << q_len;
@@ -314,7 +336,7 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
       shape.overlaps = false;
       const TilePlan serial = plan_of(shape);
       EXPECT_EQ(serial.buffers, 1);
-      EXPECT_EQ(serial.num_ctas, 132);
+      EXPECT_EQ(serial.num_ctas * kernel.cluster, 132);
     }
   }
 }

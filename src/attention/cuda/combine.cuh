@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
     for (int i = 0; i < kElements; ++i) out[i] *= shrink;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      // What an empty state holds beside its offset was never written.
+      // An empty state adds nothing, and 2^(-inf - next) may be NaN.
       if (offset[b] == -INFINITY) continue;
       const float weight = ptx::ex2(offset[b] - next);
       sum = fmaf(l[b], weight, sum);

@@ -11,21 +11,21 @@
 #include "kvtile/attention.h"
 #include "kvtile/run.h"
 #include "kvtile/status.h"
-#include "src/attention/cuda/sm80/tile_plan.h"
 #include "src/core/device.h"
 
 namespace kvtile::cuda {
 
-// Shape and device only; names the parameter it refuses.
-Status cuda_tile_supports(TileEngine engine, const AttentionCall& call, const DeviceInfo& device);
-
 // Exact and free of lengths; monotone in total_q.
-Status cuda_tile_workspace_bytes(TileEngine engine, const AttentionCall& call,
-                                 const DeviceInfo& device, size_t* bytes);
+Status cuda_tile_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
+                                 size_t* bytes);
+Status cuda_hopper_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
+                                   size_t* bytes);
 
 // Launches on `stream`. The call is valid and supported; all its pointers are the device's.
 // *tile_tokens, if not null, is what one tile of a context holds.
-Status cuda_tile_run(TileEngine engine, const AttentionCall& call, Workspace workspace,
-                     const DeviceInfo& device, cudaStream_t stream, int64_t* tile_tokens = nullptr);
+Status cuda_tile_run(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
+                     cudaStream_t stream, int64_t* tile_tokens = nullptr);
+Status cuda_hopper_run(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
+                       cudaStream_t stream, int64_t* tile_tokens = nullptr);
 
 }  // namespace kvtile::cuda

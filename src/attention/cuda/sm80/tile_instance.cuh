@@ -1,6 +1,7 @@
-// One head_dim of the tile engine; a .cu file holds one KVTILE_TILE_KERNELS line.
+// One head_dim of the tile engine; a .cu file holds one KVTILE_TILE_ATTENTION line.
 #pragma once
 
+#include "src/attention/cuda/launch.h"
 #include "src/attention/cuda/sm80/tile.cuh"
 #include "src/attention/cuda/sm80/tile.h"
 
@@ -13,7 +14,6 @@ struct TileInstance {
   static constexpr int kQueryBytes = kTileWarps * kRowTiles * kSharedSteps * 32 * kChunkBytes;
   static constexpr int kStaticBytes = sizeof(TileShared<16 * kTileWarps * kRowTiles>);
   static constexpr int kMinSharedBytes = kStaticBytes + kQueryBytes + 2 * kPlaneBytes;
-  static constexpr auto kAttention = &tile_attention_kernel<kHeadDim, kRowTiles, kSharedSteps>;
 
   static int stages(int shared_bytes_per_block) {
     const int fitting = (shared_bytes_per_block - kStaticBytes - kQueryBytes) / (2 * kPlaneBytes);
@@ -23,24 +23,18 @@ struct TileInstance {
     return kQueryBytes + stages(shared_bytes_per_block) * 2 * kPlaneBytes;
   }
 
-  static cudaError_t prepare(int shared_bytes_per_block) {
-    return cudaFuncSetAttribute(kAttention, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                dynamic_bytes(shared_bytes_per_block));
-  }
   static cudaError_t launch(const TileParams& params, const TileStep& at,
                                int shared_bytes_per_block, bool early, cudaStream_t stream) {
-    return launch_kernel(kAttention, dim3(params.plan.num_ctas), kTileThreads,
-                         dynamic_bytes(shared_bytes_per_block), early, stream, params, at,
-                         stages(shared_bytes_per_block));
+    return launch_kernel<tile_attention_kernel<kHeadDim, kRowTiles, kSharedSteps>>(
+        dim3(params.plan.num_ctas), kTileThreads, dynamic_bytes(shared_bytes_per_block), early,
+        stream, params, at, stages(shared_bytes_per_block));
   }
 };
 
 // One stage is the least the ring works with.
-#define KVTILE_TILE_ATTENTION(name, head_dim, shared_steps)               \
-  extern const TileAttention name = {                                     \
-      portable_shape(head_dim),                                           \
-      TileInstance<head_dim, shared_steps>::kMinSharedBytes,              \
-      TileInstance<head_dim, shared_steps>::prepare,                      \
-      TileInstance<head_dim, shared_steps>::launch}
+#define KVTILE_TILE_ATTENTION(name, head_dim, shared_steps)                                       \
+  extern const TileAttention name = {portable_shape(head_dim),                                    \
+                                     TileInstance<head_dim, shared_steps>::kMinSharedBytes,       \
+                                     TileInstance<head_dim, shared_steps>::launch}
 
 }  // namespace kvtile::cuda

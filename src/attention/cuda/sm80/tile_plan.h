@@ -23,6 +23,8 @@ namespace kvtile::cuda {
 inline constexpr int kFillTokens = 64;  // keys dequantised together
 // The last tile of a context may be this much longer: a short tail is no step of its own.
 inline constexpr int kTailTokens = 1024;
+// Of a thread block, on the parts that have the least of it; every head_dim has kernels for these.
+inline constexpr int kTileMinSharedBytes = 101376;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
 // Up to this many rows of a context the next tile is dequantised beside the attention over this
@@ -50,8 +52,8 @@ KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
 }
 
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
-  return {.rows = head_dim == 64 ? 128 : 256,
-          .cluster = head_dim == 64 ? 1 : 2,
+  return {.rows = 128,
+          .cluster = 1,
           .block_tokens = head_dim <= 128 ? 128 : 64,
           .span_tokens = 16384,
           .fill_rows = 280,
@@ -174,6 +176,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
   };
   constexpr int64_t kSmallBytes = 1 << 16;  // tables and rounding
+  // Beside the images, which are two where dequantisation overlaps.
   const int64_t carried_bytes =
       std::min(kTileCarriedBytes, kTileScratchBytes - kSmallBytes - images_bytes(1, span_tokens));
   const int64_t affordable =

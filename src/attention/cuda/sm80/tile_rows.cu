@@ -1,4 +1,5 @@
 // Queries and merges of the tile engines: the kernels do not depend on how a row block is attended.
+#include "src/attention/cuda/launch.h"
 #include "src/attention/cuda/sm80/tile.h"
 #include "src/attention/cuda/sm80/tile_merge.cuh"
 
@@ -7,14 +8,14 @@ namespace {
 
 template <int kHeadDim>
 cudaError_t rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-  return launch_kernel(tile_rotate_kernel<kHeadDim>, dim3(params.plan.row_blocks, kRotateParts),
-                       kPrepareThreads, 0, false, stream, params, at);
+  return launch_kernel<tile_rotate_kernel<kHeadDim>>(
+      dim3(params.plan.row_blocks, kRotateParts), kPrepareThreads, 0, false, stream, params, at);
 }
 
 template <int kHeadDim>
 cudaError_t merge(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-  return launch_kernel(tile_merge_kernel<kHeadDim>, dim3(params.plan.row_blocks, kHeadDim / 64),
-                       kPrepareThreads, 0, false, stream, params, at);
+  return launch_kernel<tile_merge_kernel<kHeadDim>>(
+      dim3(params.plan.row_blocks, kHeadDim / 64), kPrepareThreads, 0, false, stream, params, at);
 }
 
 }  // namespace

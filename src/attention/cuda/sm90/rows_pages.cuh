@@ -20,8 +20,8 @@ namespace kvtile::cuda {
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
 
 // A chunk's record: barrier, address, note, how many warps have left it, and the place of the first
-// group it takes. A note that is not 0
-// marks a chunk filled by hand; its low bits, tokens that are visible but have no page.
+// group it takes. A note that is not 0 marks a chunk filled by hand; its low bits, tokens that are
+// visible but have no page.
 struct RowsRecord {
   static constexpr int kAddress = 8, kNote = 12, kLeft = 16, kPlace = 24;
   static constexpr uint32_t kByHand = 1u << 16;
@@ -33,12 +33,6 @@ template <class Config>
 struct RowsPagesPipeline {
   using Warp = RowsWarp<Config>;
 
-  // Page of a group's first token, and where the token lies in it; -1: no page.
-  struct Place {
-    int page;
-    uint32_t offset;
-  };
-
   const RowsParams& p;
   const RowsRange& range;
   int lane, g, c, head;
@@ -49,9 +43,8 @@ struct RowsPagesPipeline {
   bool straight_groups;
   // Of the epoch.
   int position, stride, span;
-  int index;        // in the table row, of the group that is located next
-  uint32_t offset;  // of that group in its page
-  Place next;
+  RowsWalk walk;  // at the group that is located next
+  RowsPlace next;
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
 
@@ -83,16 +76,13 @@ struct RowsPagesPipeline {
     span = static_cast<int>(
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens) -
         range.begin);
-    const int at = position + range.to_table,
-              block = static_cast<int>(p.a.cache.block_divisor.divisor);
-    index = at >= 0 ? at / block : -((block - 1 - at) / block);
-    offset = at - index * block;
+    walk.begin(p, position + range.to_table);
     // All pages are asked for before one is waited for.
     uint32_t filled = record;
 #pragma unroll
     for (int s = 0; s < kRowsPagesMaxStages; ++s) {
       if (s >= p.pages.stages) break;
-      const Place place = locate(position + s * stride);
+      const RowsPlace place = locate(position + s * stride);
       if (head == 0) {
         ptx::st_shared2(filled + RowsRecord::kPlace, static_cast<uint32_t>(place.page),
                         place.offset);
@@ -105,7 +95,7 @@ struct RowsPagesPipeline {
 #pragma unroll 1
     for (int s = 0; s < p.pages.stages; ++s) {
       uint32_t page;
-      Place place;
+      RowsPlace place;
       ptx::ld_shared2(filled + RowsRecord::kPlace, &page, &place.offset);
       place.page = static_cast<int>(page);
       issue(position + s * stride, place, filled);
@@ -182,27 +172,16 @@ struct RowsPagesPipeline {
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
-  __device__ const int32_t* table_row() const {
-    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(p.pages_memory.bases));
-  }
-
   // Reads the page of the next group, which is at `distance`.
-  __device__ Place locate(int distance) {
-    Place place = {-1, offset};
-    if (distance < span && static_cast<uint32_t>(index) < p.table_pages) {
-      place.page = __ldg(table_row() + index);
-    }
-    index += p.step_pages;
-    offset += p.step_tokens;
-    if (offset >= p.a.cache.block_divisor.divisor) {
-      offset -= p.a.cache.block_divisor.divisor;
-      ++index;
-    }
+  __device__ RowsPlace locate(int distance) {
+    RowsPlace place = {-1, walk.offset};
+    if (distance < span) place.page = walk.page(p, p.pages_memory.bases);
+    walk.step(p);
     return place;
   }
 
   // By a whole warp: starts the copy of a group into the chunk of record `into`.
-  __device__ void issue(int distance, const Place& place, uint32_t into) const {
+  __device__ void issue(int distance, const RowsPlace& place, uint32_t into) const {
     if (distance >= span) return;
     const uint32_t chunk = ptx::ld_shared(into + RowsRecord::kAddress);
     if (straight_groups && static_cast<uint32_t>(place.page) < p.bulk_pages) {
@@ -226,17 +205,16 @@ struct RowsPagesPipeline {
 #pragma unroll 1
     for (int token = 0; token < kRowsGroupTokens; ++token) {
       if (!sees(distance + token)) continue;
-      const int at = distance + token + range.to_table;
-      const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
-      const int page = at >= 0 && block < p.table_pages ? __ldg(table_row() + block) : -1;
+      uint32_t in_page;
+      const int page =
+          rows_page_of(p, p.pages_memory.bases, distance + token + range.to_table, &in_page);
       if (static_cast<uint32_t>(page) >= p.pool_pages) {
         lost |= 1u << token;
         continue;
       }
       const auto* slots =
           reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.pages_memory.bases + 8)) +
-          static_cast<uint32_t>(page) * p.a.cache.stride_block +
-          (at - block * p.a.cache.block_divisor.divisor) * p.a.cache.stride_token;
+          static_cast<uint32_t>(page) * p.a.cache.stride_block + in_page * p.a.cache.stride_token;
 #pragma unroll 1
       for (int h = 0; h < p.a.cache.num_kv_heads; ++h) {
         const uint32_t target =
@@ -333,10 +311,8 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       return;
     }
     if (range.first_group >= range.end_group) {
-      for (int i = threadIdx.x; i < heads * tile.num_rows(); i += blockDim.x) {
-        const RowsState partial = partial_of(i % heads);
-        partial.sums[2 * (i / heads)] = -INFINITY;
-        partial.sums[2 * (i / heads) + 1] = 0.0f;
+      for (int h = 0; h < heads; ++h) {
+        store_empty_state<Config::kHeadDim>(partial_of(h), tile.num_rows());
       }
       return;
     }

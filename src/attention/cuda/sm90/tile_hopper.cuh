@@ -32,7 +32,6 @@ struct HopperPiece {
   int slot;
   int index;        // of the context in the launch group
   int first_block;  // of the tile
-  bool lossy;       // a key block of the tile has non-finite values
 };
 
 struct HopperShared {
@@ -41,6 +40,7 @@ struct HopperShared {
   HopperPiece pieces[kHopperPieces];
   // Keys that all live rows of a warp see: blocks within need no mask. Both ends grow with the row.
   int2 common_keys[kHopperWarps];
+  bool lossy[kHopperWarps];  // the piece sees key blocks with non-finite values
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -91,6 +91,7 @@ struct HopperProducer {
           piece.local = -1;
           ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
         }
+        ptx::grid_dependency_wait();
         return;
       }
       const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
@@ -110,12 +111,6 @@ struct HopperProducer {
       walk.set(max(static_cast<int>(keys.begin) / kTokens, first_block),
                min((static_cast<int>(keys.end) + kTokens - 1) / kTokens,
                    (range.end + kTokens - 1) / kTokens));
-      const uint8_t* flags = params.flags(at.buffer, index);
-      bool lossy = false;
-      for (int b = lane; b < (range.end - range.begin + kFillTokens - 1) / kFillTokens; b += 32) {
-        lossy |= flags[b] != 0;
-      }
-      lossy = __any_sync(0xffffffffu, lossy);
       if (lane == 0) {
         piece.sequence = sequence;
         piece.walk = walk;
@@ -124,8 +119,13 @@ struct HopperProducer {
         piece.slot = lane_of_work + local;
         piece.index = index;
         piece.first_block = first_block;
-        piece.lossy = lossy;
         ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
+      }
+      // The step's tile is complete. Whoever waits here no longer needs the other buffer, so the
+      // next step's dequantisation may begin.
+      ptx::grid_dependency_wait();
+      if (lane == 0) {
+        ptx::grid_dependency_launch();
         if (walk.count > 0) {
           fill(walk,
                params.image(at.buffer, index) - first_block * subtile_bytes(kTokens, kHeadDim),
@@ -255,6 +255,7 @@ struct HopperConsumer {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const TilePlan& plan = params.plan;
     if (piece.walk.count <= 0) {
+      ptx::grid_dependency_wait();
       if (at.step == 0 && lane < 16) {
         softmax_of(piece)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
       }
@@ -263,6 +264,8 @@ struct HopperConsumer {
     sync_warpgroup(warpgroup);  // the piece before is read no more
     load_queries(piece.local);
     sync_warpgroup(warpgroup);
+    ptx::grid_dependency_wait();  // for the states of the step before, and the flags of this one
+    const bool lossy = any_flag(piece, at.buffer);
 
     const auto keys_of = [&](int row) {
       KeyRange keys;
@@ -276,7 +279,10 @@ struct HopperConsumer {
         min(piece.sequence.q_len * plan.group - (piece.first_row + warp * 16), 16);
     int2 all_see = make_int2(0, 0x7fffffff);
     if (num_live > 0) all_see = make_int2(keys_of(num_live - 1).x, keys_of(0).y);
-    if (lane == 0) shared.common_keys[warp] = all_see;
+    if (lane == 0) {
+      shared.common_keys[warp] = all_see;
+      shared.lossy[warp] = lossy;
+    }
     __syncwarp();
     float factor[2], m[1][2], l[1][2];
 #pragma unroll
@@ -427,9 +433,6 @@ struct HopperConsumer {
       }
       block = next_block;
       const bool moves = exponentiate(block, alpha);
-      // Exponentials run under the product: the next plane's wait depends on their sums, and the
-      // assembler cannot move the product's wait before it. Sums are never negative.
-      wait_plane({place.at, place.parity ^ static_cast<int>(l[0][0] + l[0][1] == -1.0f)});
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       leave_plane(values);
@@ -452,7 +455,24 @@ struct HopperConsumer {
     leave_plane(place);
     place.advance();
     flush(block);
-    if (piece.lossy) lose_non_finite(piece, at.buffer, keys_of);
+    if (shared.lossy[warp]) lose_non_finite(piece, at.buffer, keys_of);
+  }
+
+  static constexpr int kFills = kTokens / kFillTokens;  // of a key block
+
+  // The fill block of the tile that is the k-th of the piece's walk.
+  __device__ __forceinline__ static int fill_block(const HopperPiece& piece, int k) {
+    return (piece.walk.block(k / kFills) - piece.first_block) * kFills + k % kFills;
+  }
+
+  // Whether a key block of the piece has non-finite values.
+  __device__ __forceinline__ bool any_flag(const HopperPiece& piece, int buffer) const {
+    const uint8_t* flags = params.flags(buffer, piece.index);
+    bool any = false;
+    for (int k = threadIdx.x % 32; k < kFills * piece.walk.count; k += 32) {
+      any |= flags[fill_block(piece, k)] != 0;
+    }
+    return __any_sync(0xffffffffu, any);
   }
 
   // Rows that see a non-finite value element are lost in its dimension: NaN in the carried state
@@ -464,17 +484,16 @@ struct HopperConsumer {
     const uint8_t* flags = params.flags(buffer, piece.index);
     const uint64_t* lost_tokens = params.lost_tokens(buffer, piece.index);
     float4* carry = carry_of(piece) + warp * (kHeadDim / 8) * 32 + lane;
-    constexpr int kFills = kTokens / kFillTokens;
 #pragma unroll 1
     for (int k = 0; k < kFills * piece.walk.count; ++k) {
-      const int block = piece.walk.block(k / kFills);
-      const int fill = (block - piece.first_block) * kFills + k % kFills;
+      const int fill = fill_block(piece, k);
       if (flags[fill] == 0) continue;
+      const int first_key = piece.first_block * kTokens + fill * kFillTokens;
       const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
         const uint64_t tokens =
-            seen_tokens(keys_of(r * 8 + lane / 4), block * kTokens + k % kFills * kFillTokens);
+            seen_tokens(keys_of(r * 8 + lane / 4), first_key);
 #pragma unroll 1
         for (int d = 0; d < kHeadDim; d += 8) {
           float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
@@ -521,18 +540,13 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
   };
   sync();
-  // The step's tile and the states of the step before. Whoever waits here no longer needs the other
-  // buffer, so the next step's dequantisation may begin.
-  ptx::grid_dependency_wait();
-  ptx::grid_dependency_launch();
-
   const int rank = kCluster == 1 ? 0 : static_cast<int>(blockIdx.x) % kCluster;
   const int warp = threadIdx.x / 32;
   if (warp >= kHopperWarps) {
-    ptx::give_registers<72>();
+    ptx::give_registers<56>();
     if (warp == kHopperWarps) Producer{params, at, shared, planes, rank}.run();
   } else {
-    ptx::take_registers<216>();
+    ptx::take_registers<224>();
     const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
     HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, rank, warpgroup,
                                                queries + warpgroup * kQueryBytes, planes};

@@ -1,6 +1,7 @@
 // One head_dim of the hopper attention; a .cu file holds one KVTILE_HOPPER_ATTENTION line.
 #pragma once
 
+#include "src/attention/cuda/launch.h"
 #include "src/attention/cuda/sm80/tile.h"
 #include "src/attention/cuda/sm90/tile_hopper.cuh"
 
@@ -16,22 +17,18 @@ struct HopperInstance {
       (kSharedBytes - static_cast<int>(sizeof(HopperShared)) - kQueryBytes) / kPlaneBytes;
   static constexpr int kPlanes = kFitting < kMaxPlanes ? kFitting : kMaxPlanes;
   static constexpr int kDynamicBytes = kQueryBytes + kPlanes * kPlaneBytes;
-  static constexpr auto kKernel = &hopper_attention_kernel<kHeadDim, kPlanes>;
 
-  static cudaError_t prepare(int) {
-    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                kDynamicBytes);
-  }
   static cudaError_t launch(const TileParams& params, const TileStep& at, int, bool early,
                             cudaStream_t stream) {
-    return launch_clusters(kKernel, dim3(params.plan.num_ctas * kShape.cluster), kShape.cluster,
-                           kHopperThreads, kDynamicBytes, early, stream, params, at);
+    return launch_clusters<hopper_attention_kernel<kHeadDim, kPlanes>>(
+        dim3(params.plan.num_ctas * kShape.cluster), kShape.cluster, kHopperThreads, kDynamicBytes,
+        early, stream, params, at);
   }
 };
 
-#define KVTILE_HOPPER_ATTENTION(name, head_dim)                                               \
-  extern const TileAttention name = {                                                         \
-      HopperInstance<head_dim>::kShape, HopperInstance<head_dim>::kSharedBytes,               \
-      HopperInstance<head_dim>::prepare, HopperInstance<head_dim>::launch}
+#define KVTILE_HOPPER_ATTENTION(name, head_dim)                                            \
+  extern const TileAttention name = {HopperInstance<head_dim>::kShape,                     \
+                                     HopperInstance<head_dim>::kSharedBytes,               \
+                                     HopperInstance<head_dim>::launch}
 
 }  // namespace kvtile::cuda
