@@ -22,6 +22,8 @@ import compare_gpu_peers as peers
 
 MIB = 2**20
 DEVICE = "cuda"
+# The tile engine that backend "cuda" takes on this device.
+TILE_ENGINE = "cuda/hopper" if torch.cuda.get_device_capability() == (9, 0) else "cuda/tile"
 TORCH_DTYPES = {capi.FLOAT32: torch.float32, capi.FLOAT16: torch.float16,
                 capi.BFLOAT16: torch.bfloat16}
 
@@ -217,14 +219,14 @@ def compare_prefill(library, clock, table):
                              value=value)
             dense = peers.Dense(key, value)
             for q_len in (1024, 8192):
-                seen = GpuAttention(cache, q_len, "cuda/tile")
+                seen = GpuAttention(cache, q_len, TILE_ENGINE)
                 seen.run()
-                check_against_cache("cuda/tile", cache, seen.query, seen.out, 4e-3)
+                check_against_cache(TILE_ENGINE, cache, seen.query, seen.out, 4e-3)
                 rows = [0, q_len - 1]
                 exact = exact_rows(key, value, seen.query, rows)
                 for backend in ("flash", "cudnn"):
                     check(backend, dense.attend(seen.query, backend)[rows], exact, 2e-2)
-                ours = GpuAttention(cache, q_len, "cuda/tile", chunk=True)
+                ours = GpuAttention(cache, q_len, TILE_ENGINE, chunk=True)
                 times = 7 if cached < 2**18 else 3 if q_len == 1024 else 2
                 kvtile = clock.milliseconds(ours.run, times)
                 kvtile_ms = statistics.median(kvtile)
@@ -261,13 +263,13 @@ def compare_tiles(cache, clock, table):
     shape = cache.shape
     medians = {}
     for tile in (8192, 16384, 32768, 65536, 131072):
-        ours = GpuAttention(cache, 1024, "cuda/tile", chunk=True, tile_tokens=tile)
+        ours = GpuAttention(cache, 1024, TILE_ENGINE, chunk=True, tile_tokens=tile)
         medians[tile] = statistics.median(clock.milliseconds(ours.run, 5))
     times = list(medians.values())
     table.add("tiles", f"{shape.name}: spread over tiles of 8K to 128K",
               [(max(times) - min(times)) / statistics.median(times)], "", at_most=0.03,
               ours=" / ".join(f"{t:.2f}" for t in times) + " ms")
-    default = GpuAttention(cache, 8192, "cuda/tile", chunk=True)
+    default = GpuAttention(cache, 8192, TILE_ENGINE, chunk=True)
     table.add("tiles", f"{shape.name}: scratch of the default tile, q_len 8,192",
               [default.workspace_bytes / MIB], "MiB", at_most=64)
 
@@ -331,7 +333,7 @@ def compare_errors(library, clock, table):
             for kind, gain in (("flat", 1.0), ("peaked", 4.0)):
                 query = (gain * torch.randn(64, shape.num_heads, shape.head_dim, device=DEVICE)
                          ).bfloat16()
-                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32,
+                ours = GpuAttention(cache, 64, TILE_ENGINE, dtype=capi.FLOAT32,
                                     query=query.float())
                 ours.run()
                 want = exact_rows(key, value, query, rows)
@@ -353,7 +355,7 @@ def compare_flatness(library, clock, table):
                 value = torch.full_like(key, 0.7) if kind == "constant" else torch.rand_like(key)
                 cache = GpuCache(library, "4bit_nc", shape, cached, key=key, value=value)
                 query = torch.zeros(64, shape.num_heads, shape.head_dim, device=DEVICE)
-                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32, query=query)
+                ours = GpuAttention(cache, 64, TILE_ENGINE, dtype=capi.FLOAT32, query=query)
                 ours.run()
                 want = cache.decode()[1].double().mean(0).repeat_interleave(shape.group, 0)
                 errors[cached] = error_of(ours.out, want.expand_as(ours.out))

@@ -432,35 +432,6 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
       : "memory");
 }
 
-// The same into every thread block of the cluster named in `blocks`, bit by bit: to the same address
-// in each, completing on the barrier at the same address in each.
-__device__ __forceinline__ void bulk_copy_multicast(uint32_t shared, const void* global, int bytes,
-                                                    uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
-// Arrives on the barrier at this address in block `rank` of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
-}
-
 // Orders this thread's ordinary shared-memory accesses before later ones of the copy engine and
 // the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -81,41 +81,6 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t 
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[10][4], uint64_t a, uint64_t b,
-                                         bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.s32 accumulate, %42, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39}, "
-      "%40, %41, accumulate, 1, 1, 0, %43;\n"
-      "}\n"
-      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4),
-        KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
-}
-
-template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[12][4], uint64_t a, uint64_t b,
-                                         bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.s32 accumulate, %50, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-      "%48, %49, accumulate, 1, 1, 0, %51;\n"
-      "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
-}
-
-template <int kTransposed>
 __device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t b,
                                          bool accumulate) {
   asm volatile(
@@ -135,31 +100,6 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t
 }
 
 template <int kTransposed>
-__device__ __forceinline__ void wgmma_ss(float (&d)[32][4], uint64_t a, uint64_t b,
-                                         bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.s32 accumulate, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "
-      "%127}, "
-      "%128, %129, accumulate, 1, 1, 0, %131;\n"
-      "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
-        KVTILE_ACCUMULATOR_4(d, 12), KVTILE_ACCUMULATOR_4(d, 16), KVTILE_ACCUMULATOR_4(d, 20),
-        KVTILE_ACCUMULATOR_4(d, 24), KVTILE_ACCUMULATOR_4(d, 28)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
-}
-
-template <int kTransposed>
 __device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
   asm volatile(
@@ -172,43 +112,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[8][4], const uint32_t (&a)[4
       "{%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;\n"
       "}\n"
       : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
-        "n"(kTransposed));
-}
-
-template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b,
-                                         bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.s32 accumulate, %45, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39}, "
-      "{%40, %41, %42, %43}, %44, accumulate, 1, 1, %46;\n"
-      "}\n"
-      : KVTILE_ACCUMULATOR_2(d, 0), KVTILE_ACCUMULATOR_2(d, 2), KVTILE_ACCUMULATOR_2(d, 4),
-        KVTILE_ACCUMULATOR_2(d, 6), KVTILE_ACCUMULATOR_2(d, 8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
-        "n"(kTransposed));
-}
-
-template <int kTransposed>
-__device__ __forceinline__ void wgmma_rs(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b,
-                                         bool accumulate) {
-  asm volatile(
-      "{\n"
-      ".reg .pred accumulate;\n"
-      "setp.ne.s32 accumulate, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
-      "{%48, %49, %50, %51}, %52, accumulate, 1, 1, %54;\n"
-      "}\n"
-      : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
         "n"(kTransposed));
 }

@@ -37,6 +37,8 @@ double chosen_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& d
               : tile_cost_us(cheaper_tile(device), call, seq_len, device);
 }
 
+using Cost = double(const AttentionCall&, int64_t, const DeviceInfo&);
+
 double portable_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo& device) {
   return tile_cost_us(TileEngine::kPortable, call, seq_len, device);
 }
@@ -65,8 +67,8 @@ void for_each_shape(const Visit& visit) {
 
 TEST(CostTest, GrowsWithRowsAndContext) {
   for_each_shape([](const DeviceInfo& device, const SlotFormat& format, int group, int num_seqs) {
-    using Cost = double(const AttentionCall&, int64_t, const DeviceInfo&);
-    for (Cost* cost : std::initializer_list<Cost*>{rows_cost_us, portable_cost_us, hopper_cost_us}) {
+    for (Cost* cost :
+         std::initializer_list<Cost*>{rows_cost_us, portable_cost_us, hopper_cost_us}) {
       for (bool raw : {false, true}) {
         double before = 0.0;
         for (int64_t q_len = 1; q_len <= 600; q_len += 1 + q_len / 40) {
@@ -184,28 +186,41 @@ TEST(CostTest, RowsEngineRefusesByPackedRows) {
 // Figures of docs/kernels, one H200.
 TEST(CostTest, AgreesWithWhatWasMeasured) {
   struct Figure {
-    bool tile;
+    Cost* cost;
     int head_dim, num_seqs;
     int64_t q_len, seq_len;
     double ms;
   };
   // 4bit_nc; shape A: 24/4 heads of 256, shape B: 32/8 heads of 128.
-  for (const Figure& f : std::initializer_list<Figure>{
-           {false, 256, 1, 1, 131072, 0.0830},  {false, 128, 1, 1, 131072, 0.0768},
-           {false, 256, 1, 1, 1009664, 0.4679}, {false, 128, 1, 1, 1009664, 0.4732},
-           {false, 256, 16, 1, 32768, 0.2623},  {false, 128, 128, 1, 4096, 0.2746},
-           {false, 256, 1, 5, 131072, 0.1416},  {false, 128, 1, 8, 131072, 0.1523},
-           {false, 128, 1, 8, 1009664, 0.8809}, {false, 256, 1, 16, 65536, 0.270},
-           {false, 256, 1, 40, 65536, 0.590},   {false, 128, 1, 32, 65536, 0.312},
-           {false, 128, 1, 64, 65536, 0.638},   {true, 256, 1, 16, 65536, 0.448},
-           {true, 256, 1, 40, 65536, 0.594},    {true, 128, 1, 32, 65536, 0.579},
-           {true, 256, 1, 1024, 131072, 9.73},  {true, 256, 1, 8192, 131072, 78.0},
-           {true, 128, 1, 1024, 131072, 6.73},  {true, 128, 1, 8192, 131072, 49.2}}) {
+  for (const Figure& f :
+       std::initializer_list<Figure>{{rows_cost_us, 256, 1, 1, 131072, 0.0830},
+                                     {rows_cost_us, 128, 1, 1, 131072, 0.0768},
+                                     {rows_cost_us, 256, 1, 1, 1009664, 0.4679},
+                                     {rows_cost_us, 128, 1, 1, 1009664, 0.4732},
+                                     {rows_cost_us, 256, 16, 1, 32768, 0.2623},
+                                     {rows_cost_us, 128, 128, 1, 4096, 0.2746},
+                                     {rows_cost_us, 256, 1, 5, 131072, 0.1416},
+                                     {rows_cost_us, 128, 1, 8, 131072, 0.1523},
+                                     {rows_cost_us, 128, 1, 8, 1009664, 0.8809},
+                                     {rows_cost_us, 256, 1, 16, 65536, 0.270},
+                                     {rows_cost_us, 256, 1, 40, 65536, 0.590},
+                                     {rows_cost_us, 128, 1, 32, 65536, 0.312},
+                                     {rows_cost_us, 128, 1, 64, 65536, 0.638},
+                                     {portable_cost_us, 256, 1, 16, 65536, 0.448},
+                                     {portable_cost_us, 256, 1, 40, 65536, 0.594},
+                                     {portable_cost_us, 128, 1, 32, 65536, 0.579},
+                                     {portable_cost_us, 256, 1, 1024, 131072, 9.73},
+                                     {portable_cost_us, 256, 1, 8192, 131072, 78.0},
+                                     {portable_cost_us, 128, 1, 1024, 131072, 6.73},
+                                     {portable_cost_us, 128, 1, 8192, 131072, 49.2},
+                                     {hopper_cost_us, 256, 1, 1024, 131072, 5.09},
+                                     {hopper_cost_us, 256, 1, 8192, 131072, 41.7},
+                                     {hopper_cost_us, 128, 1, 1024, 131072, 3.98},
+                                     {hopper_cost_us, 128, 1, 8192, 131072, 30.7}}) {
     const bool a = f.head_dim == 256;
     const AttentionCall call = make_call(testing::make_format("4bit_nc", f.head_dim), a ? 4 : 8,
                                          a ? 6 : 4, f.num_seqs, f.q_len);
-    const double ms = 1e-3 * (f.tile ? portable_cost_us(call, f.seq_len, h200())
-                                     : rows_cost_us(call, f.seq_len, h200()));
+    const double ms = 1e-3 * f.cost(call, f.seq_len, h200());
     EXPECT_GT(ms, 0.65 * f.ms) << f.head_dim << " q_len " << f.q_len << " seq_len " << f.seq_len;
     EXPECT_LT(ms, 1.35 * f.ms) << f.head_dim << " q_len " << f.q_len << " seq_len " << f.seq_len;
   }

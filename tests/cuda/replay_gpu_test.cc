@@ -26,7 +26,6 @@ using testing::kGpuTolerance;
 using testing::same_bits;
 using testing::SeqSpec;
 
-
 RunOptions on(const char* engine, cudaStream_t stream) {
   RunOptions options;
   options.backend = engine;

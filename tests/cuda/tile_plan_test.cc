@@ -117,8 +117,8 @@ Walked walk_plan(const Shape& shape) {
             const int row_block =
                 group.begin + local - row_blocks_before(plan, table.data(), context);
             const SequenceInfo& sequence = table[static_cast<size_t>(view.seq)];
-            const KeyRange seen = rows_range(shape.mask, sequence, plan.group,
-                                             row_block * plan.rows(), plan.rows());
+            const KeyRange seen =
+                rows_range(shape.mask, sequence, plan.group, row_block * plan.rows(), plan.rows());
             for (int row = row_block * plan.rows(); row < (row_block + 1) * plan.rows(); ++row) {
               if (row >= sequence.q_len * plan.group) break;
               const KeyRange keys = row_range(shape.mask, sequence, row / plan.group);
@@ -322,7 +322,7 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
       const TilePlan plan = plan_of(shape);
       const int64_t rows =
           (q_len * int64_t{shape.group} + kernel.rows - 1) / kernel.rows * kernel.rows;
-      const int filling = plan.num_sms - plan.num_ctas * kernel.cluster;
+      const int filling = plan.num_sms - plan.num_ctas;
       if (rows <= kOverlapRows) {
         EXPECT_EQ(plan.buffers, 2) << q_len;
         EXPECT_GE(plan.num_ctas, 1) << q_len;
@@ -336,7 +336,7 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
       shape.overlaps = false;
       const TilePlan serial = plan_of(shape);
       EXPECT_EQ(serial.buffers, 1);
-      EXPECT_EQ(serial.num_ctas * kernel.cluster, 132);
+      EXPECT_EQ(serial.num_ctas, 132);
     }
   }
 }
@@ -359,28 +359,29 @@ TEST(TilePlan, SharesAreEvenWithTheCostOfPieces) {
   TilePlan plan;
   for (TileShape kernel :
        {portable_shape(128), portable_shape(256), hopper_shape(128), hopper_shape(256)})
-  for (int ctas : {1, 20, 108, 127, 132, 188}) {
-    plan.shape = kernel;
-    plan.num_ctas = ctas;
-    for (int row_blocks : {1, 2, 3, 7, 32, 48, 64, 133, 1000}) {
-      int64_t least = int64_t{1} << 40, most = 0;
-      for (int cta = 0; cta < lane_ctas(plan, row_blocks); ++cta) {
-        const int64_t begin = lane_begin(plan, row_blocks, cta);
-        const int64_t end = lane_begin(plan, row_blocks, cta + 1);
-        ASSERT_LE(begin, end);
-        for (int64_t unit = begin; unit < end; ++unit) {
-          ASSERT_EQ(lane_owner(plan, row_blocks, unit), cta);
+    for (int ctas : {1, 20, 108, 127, 132, 188}) {
+      plan.shape = kernel;
+      plan.num_ctas = ctas;
+      for (int row_blocks : {1, 2, 3, 7, 32, 48, 64, 133, 1000}) {
+        int64_t least = int64_t{1} << 40, most = 0;
+        for (int cta = 0; cta < lane_ctas(plan, row_blocks); ++cta) {
+          const int64_t begin = lane_begin(plan, row_blocks, cta);
+          const int64_t end = lane_begin(plan, row_blocks, cta + 1);
+          ASSERT_LE(begin, end);
+          for (int64_t unit = begin; unit < end; ++unit) {
+            ASSERT_EQ(lane_owner(plan, row_blocks, unit), cta);
+          }
+          int64_t further = 0;  // pieces after the first
+          if (end > begin)
+            further = (end - 1) / plan.period_blocks() - begin / plan.period_blocks();
+          const int64_t cost = end - begin + further * kernel.piece_units;
+          least = std::min(least, cost);
+          most = std::max(most, cost);
         }
-        int64_t further = 0;  // pieces after the first
-        if (end > begin) further = (end - 1) / plan.period_blocks() - begin / plan.period_blocks();
-        const int64_t cost = end - begin + further * kernel.piece_units;
-        least = std::min(least, cost);
-        most = std::max(most, cost);
+        EXPECT_LE(most, lane_cost(plan, row_blocks) / lane_ctas(plan, row_blocks) + 1);
+        EXPECT_LE(most - least, 2 * kernel.piece_units) << ctas << " " << row_blocks;
       }
-      EXPECT_LE(most, lane_cost(plan, row_blocks) / lane_ctas(plan, row_blocks) + 1);
-      EXPECT_LE(most - least, 2 * kernel.piece_units) << ctas << " " << row_blocks;
     }
-  }
 }
 
 }  // namespace

@@ -11,15 +11,15 @@ namespace kvtile::cuda {
 namespace {
 
 // Measured on an H200. Time of an SM is in ns x SM: what all SMs together spend.
-constexpr double kRowsFixedUs = 15.0;          // launches, first pages, combine
-constexpr double kRowsSmNs = 4.8;              // a token-head, 128 dimensions, of any tile
-constexpr double kRowsSmNsPerRow = 0.37;       // and for each row of the tile's capacity
-constexpr double kRowsRawFlopsPerSmNs = 64.0;  // the raw chunk, in plain fp32
-constexpr double kTileFixedUs = 30.0;          // a dozen launches
-constexpr double kTileGroupUs = 10.0;          // a launch group of about one row block per SM
-constexpr double kTileFillSmNs = 65.0;         // dequantising a token-head, 128 dimensions
-constexpr double kTileFlopsPerSmNs = 2800.0;   // attention over the image, portable
-constexpr double kHopperFlopsPerSmNs = 4600.0;  // and with wgmma
+constexpr double kRowsFixedUs = 15.0;           // launches, first pages, combine
+constexpr double kRowsSmNs = 4.8;               // a token-head, 128 dimensions, of any tile
+constexpr double kRowsSmNsPerRow = 0.37;        // and for each row of the tile's capacity
+constexpr double kRowsRawFlopsPerSmNs = 64.0;   // the raw chunk, in plain fp32
+constexpr double kTileFixedUs = 30.0;           // a dozen launches
+constexpr double kTileGroupUs = 10.0;           // a launch group of about one row block per SM
+constexpr double kTileFillSmNs = 65.0;          // dequantising a token-head, 128 dimensions
+constexpr double kTileFlopsPerSmNs = 2800.0;    // attention over the image, portable
+constexpr double kHopperFlopsPerSmNs = 5000.0;  // and with wgmma
 
 int group_of(const AttentionCall& call) { return call.num_heads / call.cache.num_kv_heads; }
 
@@ -99,8 +99,7 @@ bool rows_are_cheaper(const AttentionCall& call, const DeviceInfo& device) {
   const auto cheaper_at = [&](int64_t q_len) {
     AttentionCall at = call;
     at.max_q_len = q_len;
-    return rows_cost_us(at, kChoiceTokens, device) <=
-           tile_cost_us(tile, at, kChoiceTokens, device);
+    return rows_cost_us(at, kChoiceTokens, device) <= tile_cost_us(tile, at, kChoiceTokens, device);
   };
   // Where the tile engine begins another row block its cost jumps, and could hand back what it had
   // already won. The rows engine's cost only grows, so the end of each block before tells.

@@ -33,40 +33,26 @@ cudaError_t allow_shared_memory() {
 }
 
 // An early launch may start before the launches ahead of it in the stream have ended: its kernel
-// waits itself for what it reads (griddepcontrol, sm_90 and later). Each `cluster` thread blocks form
-// a cluster.
+// waits itself for what it reads (griddepcontrol, sm_90 and later).
 template <auto kKernel, typename... Params>
-cudaError_t launch_clusters(dim3 grid, int cluster, int threads, size_t shared_bytes, bool early,
-                            cudaStream_t stream, const Params&... params) {
+cudaError_t launch_kernel(dim3 grid, int threads, size_t shared_bytes, bool early,
+                          cudaStream_t stream, const Params&... params) {
   if (shared_bytes > 0) {
     if (const cudaError_t error = allow_shared_memory<kKernel>(); error != cudaSuccess) {
       return error;
     }
   }
-  cudaLaunchAttribute attributes[2] = {};
-  unsigned count = 0;
-  if (early) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kKernel, params...);
-}
-
-template <auto kKernel, typename... Params>
-cudaError_t launch_kernel(dim3 grid, int threads, size_t shared_bytes, bool early,
-                          cudaStream_t stream, const Params&... params) {
-  return launch_clusters<kKernel>(grid, 1, threads, shared_bytes, early, stream, params...);
 }
 
 }  // namespace kvtile::cuda

@@ -21,7 +21,7 @@ cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early
                         cudaStream_t stream) {
   const TilePlan& plan = params.plan;
   const int sms =
-      early && plan.buffers > 1 ? std::max(1, plan.num_sms - plan.num_ctas * plan.shape.cluster) : plan.num_sms;
+      early && plan.buffers > 1 ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
   const int blocks =
       std::min(sms * fill_blocks_of_sm(kHeadDim), plan.contexts * plan.fill_blocks());
   const size_t shared = fill_dynamic_bytes(

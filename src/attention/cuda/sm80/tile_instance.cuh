@@ -24,7 +24,7 @@ struct TileInstance {
   }
 
   static cudaError_t launch(const TileParams& params, const TileStep& at,
-                               int shared_bytes_per_block, bool early, cudaStream_t stream) {
+                            int shared_bytes_per_block, bool early, cudaStream_t stream) {
     return launch_kernel<tile_attention_kernel<kHeadDim, kRowTiles, kSharedSteps>>(
         dim3(params.plan.num_ctas), kTileThreads, dynamic_bytes(shared_bytes_per_block), early,
         stream, params, at, stages(shared_bytes_per_block));
@@ -32,9 +32,9 @@ struct TileInstance {
 };
 
 // One stage is the least the ring works with.
-#define KVTILE_TILE_ATTENTION(name, head_dim, shared_steps)                                       \
-  extern const TileAttention name = {portable_shape(head_dim),                                    \
-                                     TileInstance<head_dim, shared_steps>::kMinSharedBytes,       \
+#define KVTILE_TILE_ATTENTION(name, head_dim, shared_steps)                                 \
+  extern const TileAttention name = {portable_shape(head_dim),                              \
+                                     TileInstance<head_dim, shared_steps>::kMinSharedBytes, \
                                      TileInstance<head_dim, shared_steps>::launch}
 
 }  // namespace kvtile::cuda

@@ -173,9 +173,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
         const float before = params.softmax(slot)[block_row].x;
         weight[r] = before == -infinity ? 0.0f : ptx::ex2(before - reference[r]);
       }
-      const float4* fragment = params.carry(slot) +
-                               (tile * (kHeadDim / 8) + blockIdx.y * 8) * 32 +
-                               lane;
+      const float4* fragment =
+          params.carry(slot) + (tile * (kHeadDim / 8) + blockIdx.y * 8) * 32 + lane;
       if (!__any_sync(0xffffffffu, weight[0] != 0.0f || weight[1] != 0.0f)) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

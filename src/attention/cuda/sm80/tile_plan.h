@@ -35,7 +35,6 @@ inline constexpr int kProbabilityExponent = 12;  // probabilities are held times
 // What the plan needs of an attention kernel. The last two are measured.
 struct TileShape {
   int rows = 256;         // of a row block
-  int cluster = 1;        // thread blocks that attend to it together, each to its part of the rows
   int block_tokens = 64;  // keys of one image sub-tile and of one softmax step, a power of two
   // Accumulators are fresh at every multiple of this position; a tile is as many of them.
   int span_tokens = 8192;
@@ -53,7 +52,6 @@ KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
 
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
   return {.rows = 128,
-          .cluster = 1,
           .block_tokens = head_dim <= 128 ? 128 : 64,
           .span_tokens = 16384,
           .fill_rows = 280,
@@ -85,7 +83,7 @@ struct TilePlan {
   TileShape shape;
   int head_dim = 0, num_seqs = 0, num_kv_heads = 0, group = 1;
   int num_sms = 0;
-  int num_ctas = 0;       // thread blocks (or clusters) that attend; other SMs dequantise
+  int num_ctas = 0;       // of the attention kernel, one an SM; the other SMs dequantise
   bool overlaps = false;  // launches may start before those ahead of them end
   int buffers = 1;        // images: two where the next step's is filled during this one
   int contexts = 1;       // of a launch group
@@ -164,7 +162,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   if (plan.buffers > 1) {
     attending -= filling_sms(device.num_sms, shape.fill_rows, context_blocks * rows);
   }
-  plan.num_ctas = std::max(attending / shape.cluster, 1);
+  plan.num_ctas = std::max(attending, 1);
 
   const int64_t slot_bytes = static_cast<int64_t>(rows) * (4 * head_dim + 8);
   const int64_t query_bytes = static_cast<int64_t>(rows) * (2 * head_dim + 4);
@@ -196,7 +194,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   };
   // Few row blocks: several contexts share a launch, so that a thread block carries the state of
   // one row block rather than of a sliver of many. Many: one context, and the longest tile.
-  int64_t least_bytes = choose_contexts(device.num_sms / shape.cluster / 2 / context_blocks);
+  int64_t least_bytes = choose_contexts(device.num_sms / 2 / context_blocks);
   while (plan.contexts > 1 && least_bytes + kSmallBytes > kTileScratchBytes) {
     least_bytes = choose_contexts(plan.contexts - 1);
   }

@@ -8,14 +8,14 @@ namespace {
 
 template <int kHeadDim>
 cudaError_t rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-  return launch_kernel<tile_rotate_kernel<kHeadDim>>(
-      dim3(params.plan.row_blocks, kRotateParts), kPrepareThreads, 0, false, stream, params, at);
+  return launch_kernel<tile_rotate_kernel<kHeadDim>>(dim3(params.plan.row_blocks, kRotateParts),
+                                                     kPrepareThreads, 0, false, stream, params, at);
 }
 
 template <int kHeadDim>
 cudaError_t merge(const TileParams& params, const TileStep& at, cudaStream_t stream) {
-  return launch_kernel<tile_merge_kernel<kHeadDim>>(
-      dim3(params.plan.row_blocks, kHeadDim / 64), kPrepareThreads, 0, false, stream, params, at);
+  return launch_kernel<tile_merge_kernel<kHeadDim>>(dim3(params.plan.row_blocks, kHeadDim / 64),
+                                                    kPrepareThreads, 0, false, stream, params, at);
 }
 
 }  // namespace

@@ -19,7 +19,6 @@ namespace kvtile::cuda {
 
 inline constexpr int kHopperWarps = 8;  // that attend; the producer's warpgroup follows
 inline constexpr int kHopperThreads = 32 * kHopperWarps + 128;
-inline constexpr int kHopperRows = 64 * kHopperWarps / 4;  // of a thread block
 inline constexpr int kHopperPieces = 2;  // descriptions in shared memory: in use, and the next
 inline constexpr int kMaxPlanes = 16;
 
@@ -32,15 +31,13 @@ struct HopperPiece {
   int slot;
   int index;        // of the context in the launch group
   int first_block;  // of the tile
+  bool lossy;       // a key block of the tile has non-finite values
 };
 
 struct HopperShared {
   uint64_t full[kMaxPlanes], empty[kMaxPlanes];
   uint64_t described[kHopperPieces], done[kHopperPieces];
   HopperPiece pieces[kHopperPieces];
-  // Keys that all live rows of a warp see: blocks within need no mask. Both ends grow with the row.
-  int2 common_keys[kHopperWarps];
-  bool lossy[kHopperWarps];  // the piece sees key blocks with non-finite values
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -61,7 +58,6 @@ struct RingPlace {
 template <int kHeadDim, int kPlanes>
 struct HopperProducer {
   static constexpr int kRows = hopper_shape(kHeadDim).rows;
-  static constexpr int kCluster = hopper_shape(kHeadDim).cluster;
   static constexpr int kTokens = hopper_shape(kHeadDim).block_tokens;
   static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
 
@@ -69,7 +65,6 @@ struct HopperProducer {
   const TileStep& at;
   HopperShared& shared;
   uint32_t planes;
-  int rank;  // of the thread block in its cluster
 
   __device__ __forceinline__ void run() {
     const TilePlan& plan = params.plan;
@@ -77,21 +72,19 @@ struct HopperProducer {
     const int lane = threadIdx.x % 32;
     const GroupRows group = group_rows(plan, sequences, at.context_group, at.row_chunk);
     const int num_row_blocks = group.end - group.begin;
-    const int lane_of_work = static_cast<int>(blockIdx.x) / kCluster;
-    int unit = static_cast<int>(lane_begin(plan, num_row_blocks, lane_of_work));
-    const int end_unit = static_cast<int>(lane_begin(plan, num_row_blocks, lane_of_work + 1));
+    int64_t unit = lane_begin(plan, num_row_blocks, blockIdx.x);
+    const int64_t end_unit = lane_begin(plan, num_row_blocks, blockIdx.x + 1);
     RingPlace<kPlanes> place;
     RingPlace<kHopperPieces> next;
     for (;; next.advance()) {
       HopperPiece& piece = shared.pieces[next.at];
       ptx::mbarrier_wait(ptx::shared_address(&shared.done[next.at]), next.parity ^ 1);
-      const int local = unit < end_unit ? unit / plan.period_blocks() : -1;
+      const int local = unit < end_unit ? static_cast<int>(unit / plan.period_blocks()) : -1;
       if (local < 0) {
         if (lane == 0) {
           piece.local = -1;
           ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
         }
-        ptx::grid_dependency_wait();
         return;
       }
       const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
@@ -104,28 +97,30 @@ struct HopperProducer {
           (group.begin + local - row_blocks_before(plan, sequences, context)) * kRows;
       BlockWalk walk;
       walk.period = plan.period_blocks();
-      walk.first = unit % plan.period_blocks();
-      walk.run = min(plan.period_blocks() - walk.first, end_unit - unit);
+      walk.first = static_cast<int>(unit % plan.period_blocks());
+      walk.run = static_cast<int>(
+          min(static_cast<int64_t>(plan.period_blocks() - walk.first), end_unit - unit));
       unit += walk.run;
       const KeyRange keys = rows_range(params.mask, sequence, plan.group, first_row, kRows);
       walk.set(max(static_cast<int>(keys.begin) / kTokens, first_block),
                min((static_cast<int>(keys.end) + kTokens - 1) / kTokens,
                    (range.end + kTokens - 1) / kTokens));
+      const uint8_t* flags = params.flags(at.buffer, index);
+      bool lossy = false;
+      for (int b = lane; b < (range.end - range.begin + kFillTokens - 1) / kFillTokens; b += 32) {
+        lossy |= flags[b] != 0;
+      }
+      lossy = __any_sync(0xffffffffu, lossy);
       if (lane == 0) {
         piece.sequence = sequence;
         piece.walk = walk;
         piece.local = local;
-        piece.first_row = first_row + rank * kHopperRows;
-        piece.slot = lane_of_work + local;
+        piece.first_row = first_row;
+        piece.slot = static_cast<int>(blockIdx.x) + local;
         piece.index = index;
         piece.first_block = first_block;
+        piece.lossy = lossy;
         ptx::mbarrier_arrive(ptx::shared_address(&shared.described[next.at]));
-      }
-      // The step's tile is complete. Whoever waits here no longer needs the other buffer, so the
-      // next step's dequantisation may begin.
-      ptx::grid_dependency_wait();
-      if (lane == 0) {
-        ptx::grid_dependency_launch();
         if (walk.count > 0) {
           fill(walk,
                params.image(at.buffer, index) - first_block * subtile_bytes(kTokens, kHeadDim),
@@ -143,15 +138,7 @@ struct HopperProducer {
       const uint32_t full = ptx::shared_address(&shared.full[place->at]);
       ptx::mbarrier_wait(ptx::shared_address(&shared.empty[place->at]), place->parity ^ 1);
       ptx::mbarrier_arrive_expect(full, kPlaneBytes);
-      const uint32_t into = planes + place->at * kPlaneBytes;
-      if constexpr (kCluster == 1) {
-        ptx::bulk_copy(into, plane, kPlaneBytes, full);
-      } else {
-        // Each thread block copies its part of a plane into all of them.
-        constexpr int kPartBytes = kPlaneBytes / kCluster;
-        ptx::bulk_copy_multicast(into + rank * kPartBytes, plane + rank * kPartBytes, kPartBytes,
-                                 full, (1 << kCluster) - 1);
-      }
+      ptx::bulk_copy(planes + place->at * kPlaneBytes, plane, kPlaneBytes, full);
       place->advance();
     };
     int block = walk.block(0);
@@ -175,7 +162,6 @@ __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
 
 template <int kHeadDim, int kPlanes>
 struct HopperConsumer {
-  static constexpr int kCluster = hopper_shape(kHeadDim).cluster;
   static constexpr int kTokens = hopper_shape(kHeadDim).block_tokens;
   static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
   static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
@@ -184,7 +170,6 @@ struct HopperConsumer {
 
   const TileParams& params;
   HopperShared& shared;
-  int rank;  // of the thread block in its cluster
   int warpgroup;
   uint32_t queries;  // of the warpgroup, 64 rows chunk-major
   uint32_t planes;
@@ -196,12 +181,7 @@ struct HopperConsumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.at]), at.parity);
   }
   __device__ __forceinline__ void leave_plane(const Place& at) const {
-    const uint32_t empty = ptx::shared_address(&shared.empty[at.at]);
-    if constexpr (kCluster == 1) {
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
-    } else if (threadIdx.x % 32 < kCluster) {
-      ptx::mbarrier_arrive_cluster(empty, threadIdx.x % 32);
-    }
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
@@ -229,8 +209,7 @@ struct HopperConsumer {
   // The piece's queries from mma fragments to shared memory, where wgmma wants core matrices.
   __device__ __forceinline__ void load_queries(int local) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint4* fragment =
-        params.query(local) + (rank * kHopperWarps + warp) * kSteps * 32 + lane;
+    const uint4* fragment = params.query(local) + warp * kSteps * 32 + lane;
     const uint32_t own = queries + chunk_offset(0, warp % 4 * 16 + lane / 4, 64) + lane % 4 * 4;
 #pragma unroll
     for (int kk = 0; kk < kSteps; ++kk) {
@@ -243,53 +222,40 @@ struct HopperConsumer {
     ptx::fence_proxy_async();
   }
 
-  // The thread block's part of a piece's state.
-  __device__ __forceinline__ float2* softmax_of(const HopperPiece& piece) const {
-    return params.softmax(piece.slot) + rank * kHopperRows;
-  }
-  __device__ __forceinline__ float4* carry_of(const HopperPiece& piece) const {
-    return params.carry(piece.slot) + rank * kHopperRows * kHeadDim / 4;
-  }
-
   __device__ __forceinline__ void attend(const HopperPiece& piece, const TileStep& at) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const TilePlan& plan = params.plan;
     if (piece.walk.count <= 0) {
-      ptx::grid_dependency_wait();
       if (at.step == 0 && lane < 16) {
-        softmax_of(piece)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
+        params.softmax(piece.slot)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
       }
       return;
     }
     sync_warpgroup(warpgroup);  // the piece before is read no more
     load_queries(piece.local);
     sync_warpgroup(warpgroup);
-    ptx::grid_dependency_wait();  // for the states of the step before, and the flags of this one
-    const bool lossy = any_flag(piece, at.buffer);
 
+    const int own_row = piece.first_row + warp * 16;
     const auto keys_of = [&](int row) {
       KeyRange keys;
-      row += piece.first_row + warp * 16;
-      if (row < piece.sequence.q_len * plan.group) {
-        keys = row_range(params.mask, piece.sequence, row / plan.group);
+      if (own_row + row < piece.sequence.q_len * plan.group) {
+        keys = row_range(params.mask, piece.sequence, (own_row + row) / plan.group);
       }
       return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
     };
-    const int num_live =
-        min(piece.sequence.q_len * plan.group - (piece.first_row + warp * 16), 16);
-    int2 all_see = make_int2(0, 0x7fffffff);
-    if (num_live > 0) all_see = make_int2(keys_of(num_live - 1).x, keys_of(0).y);
-    if (lane == 0) {
-      shared.common_keys[warp] = all_see;
-      shared.lossy[warp] = lossy;
+    // Keys that all of the warp's live rows see: blocks within need no mask. Both ends grow.
+    int2 common = make_int2(0, 0x7fffffff);
+    const int num_live = min(piece.sequence.q_len * plan.group - own_row, 16);
+    if (num_live > 0) {
+      common.x = keys_of(num_live - 1).x;
+      common.y = keys_of(0).y;
     }
-    __syncwarp();
     float factor[2], m[1][2], l[1][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = warp * 16 + r * 8 + lane / 4;
-      factor[r] = __ldcg(params.row_scale(piece.local) + rank * kHopperRows + row);
-      m[0][r] = at.step == 0 ? negative_infinity() : __ldcg(softmax_of(piece) + row).x;
+      factor[r] = __ldcg(params.row_scale(piece.local) + row);
+      m[0][r] = at.step == 0 ? negative_infinity() : __ldcg(params.softmax(piece.slot) + row).x;
       l[0][r] = 0.0f;
     }
     float o[1][kHeadDim / 8][4];
@@ -318,7 +284,6 @@ struct HopperConsumer {
         }
         by[0] = by[1] = 1.0f;
       }
-      const int2 common = shared.common_keys[warp];
       if (first_key < common.x || first_key + kTokens > common.y) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -363,23 +328,19 @@ struct HopperConsumer {
           }
         }
       }
-      float bias[2], sum[2][2] = {};
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        bias[r] = static_cast<float>(kProbabilityExponent) -
-                  (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
-      }
-      // Four sums, so that no addition waits for the one before.
+        const float bias = static_cast<float>(kProbabilityExponent) -
+                           (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
+        float sum = 0.0f;
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[n][e] = ptx::ex2(fmaf(s[n][e], by[e / 2], bias[e / 2]));
-          sum[e / 2][e % 2] += s[n][e];
+        for (int n = 0; n < kTokens / 8; ++n) {
+          s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
+          s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
+          sum += s[n][2 * r] + s[n][2 * r + 1];
         }
+        l[0][r] += sum;
       }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) l[0][r] += sum[r][0] + sum[r][1];
       return moves;
     };
     const auto round = [&] {
@@ -391,7 +352,7 @@ struct HopperConsumer {
     };
     const auto flush = [&](int block) {
       const bool carried = at.step > 0 || block / kSpanBlocks != piece.walk.block(0) / kSpanBlocks;
-      flush_span<kHeadDim, 1>(o, l, m, carry_of(piece), softmax_of(piece),
+      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), params.softmax(piece.slot),
                               carried, moved);
       moved = false;
     };
@@ -455,24 +416,7 @@ struct HopperConsumer {
     leave_plane(place);
     place.advance();
     flush(block);
-    if (shared.lossy[warp]) lose_non_finite(piece, at.buffer, keys_of);
-  }
-
-  static constexpr int kFills = kTokens / kFillTokens;  // of a key block
-
-  // The fill block of the tile that is the k-th of the piece's walk.
-  __device__ __forceinline__ static int fill_block(const HopperPiece& piece, int k) {
-    return (piece.walk.block(k / kFills) - piece.first_block) * kFills + k % kFills;
-  }
-
-  // Whether a key block of the piece has non-finite values.
-  __device__ __forceinline__ bool any_flag(const HopperPiece& piece, int buffer) const {
-    const uint8_t* flags = params.flags(buffer, piece.index);
-    bool any = false;
-    for (int k = threadIdx.x % 32; k < kFills * piece.walk.count; k += 32) {
-      any |= flags[fill_block(piece, k)] != 0;
-    }
-    return __any_sync(0xffffffffu, any);
+    if (piece.lossy) lose_non_finite(piece, at.buffer, keys_of);
   }
 
   // Rows that see a non-finite value element are lost in its dimension: NaN in the carried state
@@ -483,17 +427,18 @@ struct HopperConsumer {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint8_t* flags = params.flags(buffer, piece.index);
     const uint64_t* lost_tokens = params.lost_tokens(buffer, piece.index);
-    float4* carry = carry_of(piece) + warp * (kHeadDim / 8) * 32 + lane;
+    float4* carry = params.carry(piece.slot) + warp * (kHeadDim / 8) * 32 + lane;
+    constexpr int kFills = kTokens / kFillTokens;
 #pragma unroll 1
     for (int k = 0; k < kFills * piece.walk.count; ++k) {
-      const int fill = fill_block(piece, k);
+      const int block = piece.walk.block(k / kFills);
+      const int fill = (block - piece.first_block) * kFills + k % kFills;
       if (flags[fill] == 0) continue;
-      const int first_key = piece.first_block * kTokens + fill * kFillTokens;
       const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
         const uint64_t tokens =
-            seen_tokens(keys_of(r * 8 + lane / 4), first_key);
+            seen_tokens(keys_of(r * 8 + lane / 4), block * kTokens + k % kFills * kFillTokens);
 #pragma unroll 1
         for (int d = 0; d < kHeadDim; d += 8) {
           float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
@@ -513,7 +458,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
                             const __grid_constant__ TileStep at) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Producer = HopperProducer<kHeadDim, kPlanes>;
-  constexpr int kCluster = Producer::kCluster;
   // Queries of the warpgroups, then the ring of planes.
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) std::byte shared_bytes[sizeof(HopperShared)];
@@ -524,7 +468,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPlanes; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kCluster * kHopperWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kHopperWarps);
     }
     for (int i = 0; i < kHopperPieces; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.described[i]), 1);
@@ -532,23 +476,20 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-  const auto sync = [] {
-    if constexpr (kCluster == 1) {
-      __syncthreads();
-    } else {
-      ptx::cluster_sync();
-    }
-  };
-  sync();
-  const int rank = kCluster == 1 ? 0 : static_cast<int>(blockIdx.x) % kCluster;
+  __syncthreads();
+  // The step's tile and the states of the step before. Whoever waits here no longer needs the other
+  // buffer, so the next step's dequantisation may begin.
+  ptx::grid_dependency_wait();
+  ptx::grid_dependency_launch();
+
   const int warp = threadIdx.x / 32;
   if (warp >= kHopperWarps) {
     ptx::give_registers<56>();
-    if (warp == kHopperWarps) Producer{params, at, shared, planes, rank}.run();
+    if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
   } else {
     ptx::take_registers<224>();
     const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
-    HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, rank, warpgroup,
+    HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, warpgroup,
                                                queries + warpgroup * kQueryBytes, planes};
     if (warpgroup == 1) ptx::named_barrier_arrive(1, 256);
     for (RingPlace<kHopperPieces> next;; next.advance()) {
@@ -562,11 +503,6 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
       }
     }
     if (warpgroup == 0) ptx::named_barrier_sync(1, 256);
-  }
-  // Nobody leaves while another block of the cluster may write here.
-  if constexpr (kCluster > 1) {
-    __syncwarp();
-    sync();
   }
 #endif
 }

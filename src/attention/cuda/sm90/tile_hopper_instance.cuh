@@ -10,7 +10,7 @@ namespace kvtile::cuda {
 template <int kHeadDim>
 struct HopperInstance {
   static constexpr TileShape kShape = hopper_shape(kHeadDim);
-  static constexpr int kQueryBytes = plane_bytes(kHopperRows, kHeadDim);
+  static constexpr int kQueryBytes = plane_bytes(kShape.rows, kHeadDim);
   static constexpr int kPlaneBytes = plane_bytes(kShape.block_tokens, kHeadDim);
   static constexpr int kSharedBytes = 227 * 1024;  // of a thread block, on sm_90
   static constexpr int kFitting =
@@ -20,15 +20,14 @@ struct HopperInstance {
 
   static cudaError_t launch(const TileParams& params, const TileStep& at, int, bool early,
                             cudaStream_t stream) {
-    return launch_clusters<hopper_attention_kernel<kHeadDim, kPlanes>>(
-        dim3(params.plan.num_ctas * kShape.cluster), kShape.cluster, kHopperThreads, kDynamicBytes,
-        early, stream, params, at);
+    return launch_kernel<hopper_attention_kernel<kHeadDim, kPlanes>>(
+        dim3(params.plan.num_ctas), kHopperThreads, kDynamicBytes, early, stream, params, at);
   }
 };
 
-#define KVTILE_HOPPER_ATTENTION(name, head_dim)                                            \
-  extern const TileAttention name = {HopperInstance<head_dim>::kShape,                     \
-                                     HopperInstance<head_dim>::kSharedBytes,               \
+#define KVTILE_HOPPER_ATTENTION(name, head_dim)                              \
+  extern const TileAttention name = {HopperInstance<head_dim>::kShape,       \
+                                     HopperInstance<head_dim>::kSharedBytes, \
                                      HopperInstance<head_dim>::launch}
 
 }  // namespace kvtile::cuda
