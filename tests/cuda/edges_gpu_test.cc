@@ -27,6 +27,7 @@ using testing::GpuProblem;
 using testing::is_ok;
 using testing::kGpuTolerance;
 using testing::Random;
+using testing::SeqSpec;
 
 constexpr const char* kEngines[] = {"cuda/rows", "cuda/tile"};
 constexpr double kRelativeBar = 1.5e-3;
@@ -37,12 +38,8 @@ RunOptions backend(const char* name) {
   return options;
 }
 
-AttendSpec base(const FormatName& name, int head_dim) {
-  AttendSpec spec;
-  spec.preset = name.preset;
-  spec.fp8 = name.fp8;
-  spec.head_dim = head_dim;
-  return spec;
+AttendSpec base(const FormatName& name, int head_dim, const std::vector<SeqSpec>& seqs) {
+  return {.preset = name.preset, .fp8 = name.fp8, .head_dim = head_dim, .seqs = seqs, .mask = {}};
 }
 
 // Every step-th row, over all heads: the norm of the error over that of the float64 oracle.
@@ -87,19 +84,18 @@ TEST(AttendEdgesGpuTest, WindowsOverManyTiles) {
   for (int head_dim : {128, 256}) {
     for (int64_t window : {1, 100, 2000}) {
       for (int64_t q_len : {5, 200}) {
-        AttendSpec spec = base(format_names()[2], head_dim);
+        AttendSpec spec = base(format_names()[2], head_dim,
+                               {{20000 - q_len, q_len}, {0, std::min<int64_t>(q_len, 64)}});
         spec.mask.window = window;
         spec.group = 4;
-        spec.seqs = {{20000 - q_len, q_len}, {0, std::min<int64_t>(q_len, 64)}};
         AttendProblem problem(spec);
         expect_close(&problem, 1 + q_len / 20);
       }
     }
     for (int64_t window : {0, 777}) {
-      AttendSpec spec = base(format_names()[2], head_dim);
+      AttendSpec spec = base(format_names()[2], head_dim, {{2800, 200}, {0, 64}});
       spec.mask = {false, window};
       spec.group = 4;
-      spec.seqs = {{2800, 200}, {0, 64}};
       AttendProblem problem(spec);
       expect_close(&problem, 11);
     }
@@ -108,11 +104,10 @@ TEST(AttendEdgesGpuTest, WindowsOverManyTiles) {
 
 TEST(AttendEdgesGpuTest, ManyRowBlocksOfSeveralHeads) {
   for (int head_dim : {128, 256}) {
-    AttendSpec spec = base(format_names()[2], head_dim);
+    AttendSpec spec = base(format_names()[2], head_dim, {{7000, 2000}, {29967, 33}});
     spec.num_kv_heads = 4;
     spec.group = 4;
     spec.raw_chunk = true;
-    spec.seqs = {{7000, 2000}, {29967, 33}};
     AttendProblem problem(spec);
     expect_close(&problem, 127);
   }
@@ -121,9 +116,8 @@ TEST(AttendEdgesGpuTest, ManyRowBlocksOfSeveralHeads) {
 TEST(AttendEdgesGpuTest, OddScales) {
   for (const FormatName& name : format_names()) {
     for (float scale : {0.0f, -0.3f, 1e-12f}) {
-      AttendSpec spec = base(name, 128);
+      AttendSpec spec = base(name, 128, {{300, 3}, {20, 1}});
       spec.sinks = true;
-      spec.seqs = {{300, 3}, {20, 1}};
       AttendProblem problem(spec);
       problem.call.softmax_scale = scale;
       expect_close(&problem);
@@ -135,10 +129,9 @@ TEST(AttendEdgesGpuTest, OddScales) {
 // nearly as it is.
 TEST(AttendEdgesGpuTest, PeakedRows) {
   for (int head_dim : {128, 256}) {
-    AttendSpec spec = base(format_names()[2], head_dim);
+    AttendSpec spec = base(format_names()[2], head_dim, {{19998, 2}});
     spec.dtype = DType::kFloat16;
     spec.group = 4;
-    spec.seqs = {{19998, 2}};
     AttendProblem rows(spec);
     rows.call.softmax_scale *= 30.0f;
     GpuProblem rows_gpu(&rows);
@@ -156,19 +149,17 @@ TEST(AttendEdgesGpuTest, PeakedRows) {
 }
 
 TEST(AttendEdgesGpuTest, WideAndRaggedBatches) {
+  std::vector<SeqSpec> wide, ragged;
+  for (int64_t i = 0; i < 100; ++i) {
+    const int64_t seq_len = 37 * i % 301, q_len = std::min<int64_t>(seq_len, 1);
+    wide.push_back({seq_len - q_len, q_len});
+  }
+  for (int64_t i = 0; i < 70; ++i) ragged.push_back({50 + 2 * i, i % 7});
   for (const FormatName& name : format_names()) {
-    AttendSpec spec = base(name, 128);
-    spec.seqs.clear();
-    for (int64_t i = 0; i < 100; ++i) {
-      const int64_t seq_len = 37 * i % 301, q_len = std::min<int64_t>(seq_len, 1);
-      spec.seqs.push_back({seq_len - q_len, q_len});
+    for (const std::vector<SeqSpec>& seqs : {wide, ragged}) {
+      AttendProblem problem(base(name, 128, seqs));
+      expect_close(&problem);
     }
-    AttendProblem decode(spec);
-    expect_close(&decode);
-    spec.seqs.clear();
-    for (int64_t i = 0; i < 70; ++i) spec.seqs.push_back({50 + 2 * i, i % 7});
-    AttendProblem ragged(spec);
-    expect_close(&ragged);
   }
 }
 
@@ -178,7 +169,7 @@ TEST(AttendEdgesGpuTest, FewRowsOfAllHeads) {
     for (int num_kv_heads : {1, 2, 5, 8}) {
       for (int block_size : {16, 32}) {
         for (bool raw : {false, true}) {
-          AttendSpec spec = base(format_names()[2], 128);
+          AttendSpec spec = base(format_names()[2], 128, {{527, 3}, {0, 2}, {128, 1}, {1496, 4}});
           spec.layout = layout;
           spec.num_kv_heads = num_kv_heads;
           spec.block_size = block_size;
@@ -186,7 +177,6 @@ TEST(AttendEdgesGpuTest, FewRowsOfAllHeads) {
           spec.mask.window = raw ? 200 : 0;
           spec.sinks = raw;
           spec.softcap = raw ? 20.0f : 0.0f;
-          spec.seqs = {{527, 3}, {0, 2}, {128, 1}, {1496, 4}};
           AttendProblem problem(spec);
           expect_close(&problem);
         }
@@ -198,8 +188,7 @@ TEST(AttendEdgesGpuTest, FewRowsOfAllHeads) {
 TEST(AttendEdgesGpuTest, WithoutNormCorrection) {
   for (const FormatName& name : format_names()) {
     for (int head_dim : {64, 128, 256}) {
-      AttendSpec spec = base(name, head_dim);
-      spec.seqs = {{398, 3}, {61, 2}};
+      AttendSpec spec = base(name, head_dim, {{398, 3}, {61, 2}});
       AttendProblem problem(spec);
       if (!spec.format().rotated()) continue;
       problem.call.cache.format.norm_correction = false;
@@ -210,8 +199,7 @@ TEST(AttendEdgesGpuTest, WithoutNormCorrection) {
 
 TEST(AttendEdgesGpuTest, WithoutAHint) {
   for (const char* engine : kEngines) {
-    AttendSpec spec = base(format_names()[2], 128);
-    spec.seqs = {{300, 40}, {0, 0}, {90, 7}, {1000, 1}};
+    AttendSpec spec = base(format_names()[2], 128, {{300, 40}, {0, 0}, {90, 7}, {1000, 1}});
     AttendProblem problem(spec);
     GpuProblem gpu(&problem);
     gpu.call.max_q_len = 0;
@@ -223,8 +211,7 @@ TEST(AttendEdgesGpuTest, WithoutAHint) {
 // Rows behind the last sequence are zeros with lse -inf; the others are what they were.
 TEST(AttendEdgesGpuTest, RowsOfNoSequence) {
   for (const char* engine : kEngines) {
-    AttendSpec spec = base(format_names()[2], 128);
-    spec.seqs = {{200, 3}, {70, 40}, {10, 5}};
+    AttendSpec spec = base(format_names()[2], 128, {{200, 3}, {70, 40}, {10, 5}});
     AttendProblem problem(spec);
     GpuProblem gpu(&problem);
     gpu.call.num_seqs = 2;
@@ -247,9 +234,9 @@ TEST(AttendEdgesGpuTest, NonFiniteWordsReachTheRowsThatSeeThem) {
     for (int head_dim : {64, 128, 256}) {
       for (int64_t window : {0, 50}) {
         for (int64_t q_len : {3, 300}) {
-          AttendSpec spec = base(name, head_dim);
+          AttendSpec spec =
+              base(name, head_dim, {{330 - q_len, q_len}, {1960, std::min<int64_t>(q_len, 40)}});
           spec.mask.window = window;
-          spec.seqs = {{330 - q_len, q_len}, {1960, std::min<int64_t>(q_len, 40)}};
           AttendProblem problem(spec);
           const SlotFormat format = spec.format();
           Random random(static_cast<uint64_t>(head_dim + window + q_len));
