@@ -199,16 +199,18 @@ def spec(case):
 
 
 WORK = {"layers": layers, "chunks": chunks, "capped": capped, "spec": spec}
-INVARIANT = {"VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the runner that has n-gram drafts
+INVARIANT = {**V1, "VLLM_BATCH_INVARIANT": "1"}
 # Groups run one after another, the engines of a group beside each other (timings alone).
 MEASUREMENTS = [
     [dict(name="layers A", work="layers", shape="A", layers=3, kvtile=True, limit=100),
      dict(name="layers B", work="layers", shape="B", layers=3, kvtile=True,
-          env={"VLLM_USE_V2_MODEL_RUNNER": "0", "KVTILE_VLLM_SELF_CHECK": "7"}, limit=100),
-     *(dict(name=f"spec {who} {what}", work="spec", shape="B", layers=3, kvtile=who == "kvtile",
-            env=INVARIANT, limit=100, **options)
-       for who in ("kvtile", "stock")
-       for what, options in (("plain", dict(drafts=0)), ("drafts", dict(drafts=3))))],
+          env={**V1, "KVTILE_VLLM_SELF_CHECK": "7"}, limit=100),
+     *(dict(name=f"spec {who} {form} {what}", work="spec", shape="B", layers=3, limit=100,
+            kvtile=who == "kvtile", env=env, drafts=drafts)
+       for who, form, env in (("kvtile", "invariant", INVARIANT), ("kvtile", "ordinary", V1),
+                              ("stock", "ordinary", V1))
+       for what, drafts in (("plain", 0), ("drafts", 3)))],
     [dict(name=f"capped {shape} {who}", work="capped", shape=shape, layers=4, limit=150,
           kvtile=who == "kvtile", cap=int(3.5 * 2**30), kv_cache_bytes=int(1.4 * 2**30),
           env={}) for shape in "A" for who in ("kvtile", "stock")],
@@ -322,19 +324,20 @@ def rows(answers):
                 stock_tokens_per_s=f"{1e3 / stock:.0f}", kvtile_tokens_per_s=f"{1e3 / ours:.0f}",
                 stock_ms=f"{stock:.2f}", kvtile_ms=f"{ours:.2f}",
                 stock_over_kvtile=f"{stock / ours:.2f}"))
-    for who in ("stock", "kvtile"):
-        plain, drafts = (answers.get(f"spec {who} {what}", {}) for what in ("plain", "drafts"))
-        if "tokens" not in plain or "tokens" not in drafts:
-            text = plain.get("error") or drafts.get("error") or "not run"
-            found.append(cells("spec", backend=who, greedy_tokens=text[:160], equal="",
-                               steps_without="", steps_with_drafts=""))
+    for who, form in (("kvtile", "invariant"), ("kvtile", "ordinary"), ("stock", "ordinary")):
+        both = [answers.get(f"spec {who} {form} {what}", {}) for what in ("plain", "drafts")]
+        one = dict(backend=who, model_beside_it=form)
+        if not all("tokens" in answer for answer in both):
+            text = next((answer["error"] for answer in both if "error" in answer), "not run")
+            found.append(cells("spec", **one, greedy_tokens=text[:160], equal="",
+                               steps_without_drafts="", steps_with_drafts=""))
             continue
-        pairs = [(a, b) for one, other in zip(plain["tokens"], drafts["tokens"])
-                 for a, b in zip(one, other)]
-        found.append(cells("spec", backend=who, greedy_tokens=str(len(pairs)),
+        pairs = [pair for tokens in zip(*(answer["tokens"] for answer in both))
+                 for pair in zip(*tokens)]
+        found.append(cells("spec", **one, greedy_tokens=str(len(pairs)),
                            equal=str(sum(a == b for a, b in pairs)),
-                           steps_without=str(plain["steps"]),
-                           steps_with_drafts=str(drafts["steps"])))
+                           steps_without_drafts=str(both[0]["steps"]),
+                           steps_with_drafts=str(both[1]["steps"])))
     return found
 
 
