@@ -26,15 +26,14 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 TOLERANCE = 2**-7  # of the largest value, for bfloat16: both sides round
 
 
-def make_model(folder, shape, layers, positions=1 << 20):
+def make_model(path, shape, layers, positions=1 << 20):
     """Seeded weights with scores of deviation 2.25: neither uniform nor one-hot attention."""
     import torch
     from safetensors.torch import save_file
 
     heads, kv_heads, head_dim = SHAPES[shape]
-    path = pathlib.Path(folder) / f"{shape}{layers}"
     if (path / "config.json").exists():
-        return path
+        return
     path.mkdir(parents=True)
     generator = torch.Generator().manual_seed(17)
 
@@ -67,7 +66,6 @@ def make_model(folder, shape, layers, positions=1 << 20):
         "max_position_embeddings": positions, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16",
         "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1}))
-    return path
 
 
 def prompt(length, seed):
@@ -203,19 +201,19 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the runner that has n-gram drafts
 INVARIANT = {**V1, "VLLM_BATCH_INVARIANT": "1"}
 # Groups run one after another, the engines of a group beside each other (timings alone).
 MEASUREMENTS = [
-    [dict(name="layers A", work="layers", shape="A", layers=3, kvtile=True, limit=100),
+    [dict(name="layers A", work="layers", shape="A", layers=3, kvtile=True, limit=75),
      dict(name="layers B", work="layers", shape="B", layers=3, kvtile=True,
-          env={**V1, "KVTILE_VLLM_SELF_CHECK": "7"}, limit=100),
-     *(dict(name=f"spec {who} {form} {what}", work="spec", shape="B", layers=3, limit=100,
+          env={**V1, "KVTILE_VLLM_SELF_CHECK": "7"}, limit=75),
+     *(dict(name=f"spec {who} {form} {what}", work="spec", shape="B", layers=3, limit=75,
             kvtile=who == "kvtile", env=env, drafts=drafts)
        for who, form, env in (("kvtile", "invariant", INVARIANT), ("kvtile", "ordinary", V1),
                               ("stock", "ordinary", V1))
-       for what, drafts in (("plain", 0), ("drafts", 3)))],
-    [dict(name=f"capped {shape} {who}", work="capped", shape=shape, layers=4, limit=150,
-          kvtile=who == "kvtile", cap=int(3.5 * 2**30), kv_cache_bytes=int(1.4 * 2**30),
-          env={}) for shape in "A" for who in ("kvtile", "stock")],
+       for what, drafts in (("plain", 0), ("drafts", 3))),
+     *(dict(name=f"capped A {who}", work="capped", shape="A", layers=4, limit=75,
+            kvtile=who == "kvtile", cap=7 << 29, kv_cache_bytes=11 << 27)
+       for who in ("kvtile", "stock"))],
     *([dict(name=f"chunks {shape} {who}", work="chunks", shape=shape, layers=4, long=True,
-            kvtile=who == "kvtile", limit=100)]
+            kvtile=who == "kvtile", limit=75)]
       for shape in "AB" for who in ("kvtile", "stock")),
 ]
 
@@ -238,15 +236,22 @@ def child(case, folder):
     os._exit(0)
 
 
+def in_child(function):
+    """Runs it in a fork: a process whose PyTorch has used its threads or the GPU cannot fork."""
+    pid = os.fork()
+    if pid == 0:
+        function()
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        raise SystemExit("a process of the benchmark failed")
+
+
 def run_group(cases, folder):
     """Answers by case name; a child past its limit is ended."""
     children = {}
     for case in cases:
         pid = os.fork()
         if pid == 0:
-            if not PRELOADED:
-                os.execv(sys.executable, [sys.executable, __file__, str(folder), "--case",
-                                          json.dumps({**case, "model": str(case["model"])})])
             child(case, folder)
         children[pid] = case
     deadline = {pid: time.monotonic() + case["limit"] for pid, case in children.items()}
@@ -363,32 +368,19 @@ def main():
     parser.add_argument("folder", type=pathlib.Path, help="for models, logs and raw answers")
     parser.add_argument("--commit", default="not stated", help="recorded with the results")
     parser.add_argument("--only", help="measurements whose names begin so, comma-separated")
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        child(options.case, options.folder)
     options.folder.mkdir(parents=True, exist_ok=True)
     wanted = tuple(options.only.split(",")) if options.only else ("",)
     groups = [[c for c in group if c["name"].startswith(wanted)] for group in MEASUREMENTS]
     for case in (c for group in groups for c in group):
-        case["model"] = make_model(options.folder, case["shape"], case["layers"])
+        case["model"] = options.folder / f"{case['shape']}{case['layers']}"
+    in_child(lambda: [make_model(case["model"], case["shape"], case["layers"])
+                      for group in groups for case in group])
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the children initialise CUDA
     import numba  # noqa: F401  (n-gram drafts)
     import vllm.entrypoints.llm  # noqa: F401
     import vllm.v1.worker.gpu_worker  # noqa: F401
     gc.freeze()
-    pid = os.fork()
-    if pid == 0:
-        import torch
-        try:
-            torch.zeros(1, device="cuda").item()
-        except BaseException as error:
-            print("fork probe", error, flush=True)
-            os._exit(1)
-        os._exit(0)
-    global PRELOADED
-    PRELOADED = os.waitpid(pid, 0)[1] == 0
-    print("preloaded", PRELOADED, flush=True)
     answers = {}
     for group in groups:
         answers |= run_group(group, options.folder)
