@@ -23,6 +23,8 @@ PRESET = "turboquant_4bit_nc"
 HIDDEN, VOCAB, CHUNK = 1024, 1024, 8192
 LONG, MIDDLE = 262144, 131072
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+NOT_RUN = "not run"
+BACKENDS = ("stock", "kvtile")
 TOLERANCE = 2**-7  # of the largest value, for bfloat16: both sides round
 
 
@@ -182,7 +184,7 @@ def spec(case):
     from vllm.v1.attention.backends import turboquant_attn
     from kvtile.vllm import backend
 
-    # What is compared is attention: the rest of the model is vLLM's batch-invariant form.
+    # Under VLLM_BATCH_INVARIANT, what is compared is attention alone.
     for cls in (turboquant_attn.TurboQuantAttentionBackend, backend.KvtileBackend):
         cls.supports_batch_invariance = classmethod(lambda cls: True)
     more = {"max_model_len": 8192}
@@ -201,35 +203,46 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}  # the runner that has n-gram drafts
 INVARIANT = {**V1, "VLLM_BATCH_INVARIANT": "1"}
 # Groups run one after another, the engines of a group beside each other (timings alone).
 MEASUREMENTS = [
-    [dict(name="layers A", work="layers", shape="A", layers=3, kvtile=True, limit=75),
+    [dict(name="layers A", work="layers", shape="A", layers=3, kvtile=True, limit=70),
      dict(name="layers B", work="layers", shape="B", layers=3, kvtile=True,
-          env={**V1, "KVTILE_VLLM_SELF_CHECK": "7"}, limit=75),
-     *(dict(name=f"spec {who} {form} {what}", work="spec", shape="B", layers=3, limit=75,
+          env={**V1, "KVTILE_VLLM_SELF_CHECK": "7"}, limit=70),
+     *(dict(name=f"spec {who} {form} {what}", work="spec", shape="B", layers=3, limit=70,
             kvtile=who == "kvtile", env=env, drafts=drafts)
        for who, form, env in (("kvtile", "invariant", INVARIANT), ("kvtile", "ordinary", V1),
                               ("stock", "ordinary", V1))
        for what, drafts in (("plain", 0), ("drafts", 3))),
-     *(dict(name=f"capped A {who}", work="capped", shape="A", layers=4, limit=75,
+     *(dict(name=f"capped A {who}", work="capped", shape="A", layers=4, limit=70,
             kvtile=who == "kvtile", cap=7 << 29, kv_cache_bytes=11 << 27)
-       for who in ("kvtile", "stock"))],
+       for who in BACKENDS)],
     *([dict(name=f"chunks {shape} {who}", work="chunks", shape=shape, layers=4, long=True,
-            kvtile=who == "kvtile", limit=75)]
-      for shape in "AB" for who in ("kvtile", "stock")),
+            kvtile=who == "kvtile", limit=70)]
+      for shape in "AB" for who in BACKENDS),
 ]
 
 
+def machine():
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {"gpu": properties.name, "sms": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30)}
+
+
 def child(case, folder):
-    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+                       "VLLM_USE_FLASHINFER_SAMPLER": "0",
                        "KVTILE_VLLM": "1" if case["kvtile"] else "0", **case.get("env", {})})
     log = os.open(folder / f"{case['name']}.log".replace(" ", "_"),
                   os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1), os.dup2(log, 2)
     begin = time.monotonic()
+    answer = {}
     try:
-        answer = WORK[case["work"]](case)
+        answer["machine"] = machine()
+        answer |= WORK[case["work"]](case)
     except BaseException as error:
         traceback.print_exc()
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        answer["error"] = f"{type(error).__name__}: {error}"
     answer["seconds"] = round(time.monotonic() - begin, 1)
     (folder / f"{case['name']}.json").write_text(json.dumps(answer))
     sys.stdout.flush(), sys.stderr.flush()
@@ -247,7 +260,7 @@ def in_child(function):
 
 
 def run_group(cases, folder):
-    """Answers by case name; a child past its limit is ended."""
+    """Yields (name, answer) as they come; a child past its limit is ended."""
     children = {}
     for case in cases:
         pid = os.fork()
@@ -255,7 +268,6 @@ def run_group(cases, folder):
             child(case, folder)
         children[pid] = case
     deadline = {pid: time.monotonic() + case["limit"] for pid, case in children.items()}
-    answers = {}
     while children:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -266,10 +278,8 @@ def run_group(cases, folder):
             continue
         case = children.pop(pid)
         file = folder / f"{case['name']}.json"
-        answers[case["name"]] = (json.loads(file.read_text()) if file.exists() else
-                                 {"error": "ended by its limit or a signal"})
-        print(case["name"], json.dumps(answers[case["name"]])[:1500], flush=True)
-    return answers
+        yield case["name"], (json.loads(file.read_text()) if file.exists() else
+                             {"error": "ended by its limit or a signal"})
 
 
 def cells(table, **columns):
@@ -281,11 +291,26 @@ def shape_text(shape):
     return "{}/{} heads of {}".format(*SHAPES[shape])
 
 
+def compared(table, shape, context, stock, ours):
+    """A row of times in milliseconds, None where an engine has none; decode also as tokens/s."""
+    times = {"stock": stock, "kvtile": ours}
+    columns = {f"{who} ms": NOT_RUN if ms is None else f"{ms:,.2f}" for who, ms in times.items()}
+    if table == "decode":
+        columns |= {f"{who} tokens/s": "" if ms is None else f"{1e3 / ms:.0f}"
+                    for who, ms in times.items()}
+    ratio = "" if None in times.values() else f"{stock / ours:.2f}"
+    return cells(table, model=shape_text(shape), context=context, **columns,
+                 stock_over_kvtile=ratio)
+
+
 def rows(answers):
     """The tables of docs/vllm.md; of an engine that failed, its error."""
     found = []
     for shape in SHAPES:
-        answer = answers.get(f"layers {shape}", {})
+        answer = answers.get(f"layers {shape}", {"error": NOT_RUN})
+        if "error" in answer:
+            found.append(cells("layers", model=shape_text(shape), step=answer["error"][:160],
+                               calls="", largest_difference="", wanted=""))
         kinds = {}
         for one in answer.get("kinds", ()):
             calls, worst = kinds.get(one["kind"], (0, 0.0))
@@ -293,47 +318,28 @@ def rows(answers):
         for kind, (calls, worst) in kinds.items():
             found.append(cells("layers", model=shape_text(shape), step=kind, calls=str(calls),
                                largest_difference=f"{worst:.1e}", wanted=f"{TOLERANCE:.1e}"))
-        if "error" in answer:
-            found.append(cells("layers", model=shape_text(shape), step="failed", calls="",
-                               largest_difference=answer["error"][:160], wanted=""))
+    for who in BACKENDS:
+        answer = answers.get(f"capped A {who}", {"error": NOT_RUN})
+        found.append(cells(
+            "capped", backend=who, outcome=answer.get("error", "served")[:160],
+            tokens_read=f"{min(answer.get('chunks', 0) * CHUNK, LONG - 8):,}",
+            peak_GiB=f"{answer['peak'] / 2**30:.2f}" if "peak" in answer else ""))
     for shape in SHAPES:
-        for who in ("stock", "kvtile"):
-            answer = answers.get(f"capped {shape} {who}")
-            if answer is None:
-                continue
-            outcome = (f"out of memory: {answer['error'][:120]}" if "error" in answer else
-                       "served")
-            found.append(cells(
-                "capped", model=shape_text(shape), backend=who, outcome=outcome,
-                tokens_read=f"{min(answer.get('chunks', 0) * CHUNK, LONG - 8):,}",
-                peak_GiB=f"{answer.get('peak', 0) / 2**30:.2f}"))
-    for shape in SHAPES:
-        both = [answers.get(f"chunks {shape} {who}", {}) for who in ("stock", "kvtile")]
-        stock, ours = (one.get("chunk_ms", []) for one in both)
+        both = [answers.get(f"chunks {shape} {who}", {}) for who in BACKENDS]
         for context in (CHUNK, 32768, 65536, MIDDLE, 196608, LONG):
-            at = context // CHUNK - 1
-            if at < min(len(stock), len(ours)):
-                found.append(cells(
-                    "chunks", model=shape_text(shape), context=f"{context:,}",
-                    stock_ms=f"{stock[at]:.1f}", kvtile_ms=f"{ours[at]:.1f}",
-                    stock_over_kvtile=f"{stock[at] / ours[at]:.2f}"))
-        if stock and ours:
-            found.append(cells("chunks", model=shape_text(shape), context="whole prompt",
-                               stock_ms=f"{sum(stock):,.0f}", kvtile_ms=f"{sum(ours):,.0f}",
-                               stock_over_kvtile=f"{sum(stock) / sum(ours):.2f}"))
-        stock, ours = (one.get("decode_ms") for one in both)
-        if stock and ours:
-            stock, ours = statistics.median(stock), statistics.median(ours)
-            found.append(cells(
-                "decode", model=shape_text(shape), context=f"{MIDDLE:,}",
-                stock_tokens_per_s=f"{1e3 / stock:.0f}", kvtile_tokens_per_s=f"{1e3 / ours:.0f}",
-                stock_ms=f"{stock:.2f}", kvtile_ms=f"{ours:.2f}",
-                stock_over_kvtile=f"{stock / ours:.2f}"))
+            found.append(compared(
+                "chunks", shape, f"{context:,}",
+                *(one["chunk_ms"][context // CHUNK - 1] if "chunk_ms" in one else None
+                  for one in both)))
+        found.append(compared("chunks", shape, "whole prompt", *(
+            sum(one["chunk_ms"]) if "chunk_ms" in one else None for one in both)))
+        found.append(compared("decode", shape, f"{MIDDLE:,}", *(
+            statistics.median(one["decode_ms"]) if "decode_ms" in one else None for one in both)))
     for who, form in (("kvtile", "invariant"), ("kvtile", "ordinary"), ("stock", "ordinary")):
         both = [answers.get(f"spec {who} {form} {what}", {}) for what in ("plain", "drafts")]
         one = dict(backend=who, model_beside_it=form)
         if not all("tokens" in answer for answer in both):
-            text = next((answer["error"] for answer in both if "error" in answer), "not run")
+            text = next((answer["error"] for answer in both if "error" in answer), NOT_RUN)
             found.append(cells("spec", **one, greedy_tokens=text[:160], equal="",
                                steps_without_drafts="", steps_with_drafts=""))
             continue
@@ -353,10 +359,8 @@ def record(answers, commit):
 
     import kvtile
 
-    properties = torch.cuda.get_device_properties(0)
     return {"commit": commit, "uncommitted_changes": False,
-            "machine": {"gpu": properties.name, "sms": properties.multi_processor_count,
-                        "memory_gib": round(properties.total_memory / 2**30)},
+            "machine": next((a["machine"] for a in answers.values() if "machine" in a), {}),
             "command": "bench/vllm_gpu.py FOLDER --commit ID",
             "versions": {"kvtile": kvtile.version(), "vllm": vllm.__version__,
                          "torch": torch.__version__, "triton": triton.__version__},
@@ -379,13 +383,18 @@ def main():
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the children initialise CUDA
     import numba  # noqa: F401  (n-gram drafts)
     import vllm.entrypoints.llm  # noqa: F401
+    import vllm.v1.worker.gpu.model_runner  # noqa: F401
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
     import vllm.v1.worker.gpu_worker  # noqa: F401
     gc.freeze()
     answers = {}
     for group in groups:
-        answers |= run_group(group, options.folder)
-    (options.folder / "vllm_h200.json").write_text(
-        json.dumps(record(answers, options.commit), indent=1) + "\n")
+        for name, answer in run_group(group, options.folder):
+            print(name, json.dumps(answer)[:600], flush=True)
+            answers[name] = answer
+            # After each: what was measured stays when the machine does not.
+            (options.folder / "vllm_h200.json").write_text(
+                json.dumps(record(answers, options.commit), indent=1) + "\n")
 
 
 if __name__ == "__main__":
