@@ -113,7 +113,7 @@ def serve(engine, prompts, new_tokens, on_step=lambda seconds: None):
 def layers(case):
     """Each attention call of kvtile's engine once more by the stock class, on the same cache."""
     import torch
-    from kvtile.vllm import backend
+    from kvtile.vllm import backend, self_check
     from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionImpl
     from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -144,7 +144,8 @@ def layers(case):
     serve(engine, [prompt(3 * CHUNK + 40, 1)], 4)
     serve(engine, [prompt(CHUNK + 900, 2), prompt(700, 3), prompt(200, 4)], 8)
     return {"kinds": [{"layer": layer, "kind": kind, "calls": calls, "error": worst}
-                      for (layer, kind), (calls, worst) in sorted(seen.items())]}
+                      for (layer, kind), (calls, worst) in sorted(seen.items())],
+            "self_check": self_check.counts}
 
 
 def chunks(case):
@@ -318,6 +319,11 @@ def rows(answers):
         for kind, (calls, worst) in kinds.items():
             found.append(cells("layers", model=shape_text(shape), step=kind, calls=str(calls),
                                largest_difference=f"{worst:.1e}", wanted=f"{TOLERANCE:.1e}"))
+        if answer.get("self_check", {}).get("checked"):
+            checked = answer["self_check"]
+            found.append(cells("layers", model=shape_text(shape), step="self-check in float64",
+                               calls=str(checked["checked"]),
+                               largest_difference=f"{checked['failed']} failed", wanted="0"))
     for who in BACKENDS:
         answer = answers.get(f"capped A {who}", {"error": NOT_RUN})
         found.append(cells(
