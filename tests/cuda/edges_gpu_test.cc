@@ -134,7 +134,7 @@ TEST(AttendEdgesGpuTest, PeakedRows) {
     spec.dtype = DType::kFloat16;
     spec.group = 4;
     AttendProblem rows(spec);
-    rows.call.softmax_scale *= 30.0f;
+    rows.call.softmax_scale *= 22.0f;  // scores spread by 22
     GpuProblem rows_gpu(&rows);
     ASSERT_TRUE(is_ok(rows_gpu.run(backend("cuda/rows"))));
     EXPECT_LE(relative_error(rows, 1), 2e-3) << head_dim;
