@@ -1,8 +1,8 @@
-// The tile engine's schedule: sizes, workspace layout, and which thread block does what. Everything
+// The tile engines' schedule: sizes, workspace layout, and which thread block does what. Everything
 // is a function of the call's shape and the device (TilePlan, made on the host) and of the lengths
 // (read on the device); no function here touches anything else, so the host tests run this text.
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
-// group) are cut into row blocks; keys come in 64-token blocks. A launch group is a few contexts
+// group) are cut into row blocks; keys come in blocks of the kernel's shape. A launch group is a few contexts
 // and a run of their row blocks; a step is one tile of each context's tokens. Where launches may
 // overlap, a few SMs dequantise the next step's tile while the others attend over this one's.
 #pragma once
@@ -32,7 +32,8 @@ inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for q
 inline constexpr int kOverlapRows = 2048;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
-// What the plan needs of an attention kernel. The last two are measured.
+// What the plan needs of an attention kernel. The last two are measured for cuda/tile and scaled by
+// its rate for cuda/hopper.
 struct TileShape {
   int rows = 256;         // of a row block
   int block_tokens = 64;  // keys of one image sub-tile and of one softmax step, a power of two
