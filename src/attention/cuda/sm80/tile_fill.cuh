@@ -83,18 +83,8 @@ __device__ __forceinline__ float row_half(const uint32_t* row, uint32_t offset) 
   return __half2float(__ushort_as_half(static_cast<uint16_t>(row_word(row, offset))));
 }
 
-// Where the keys and the values of a fill block lie: in a sub-tile of the image, which may hold
-// several.
-struct FillTarget {
-  std::byte *key, *value;  // the sub-tile's planes
-  int first_token;         // of the fill block in the sub-tile
-  int subtile_tokens;
-
-  __device__ __forceinline__ std::byte* at(std::byte* plane, int chunk, int token) const {
-    return plane + chunk_offset(chunk, first_token + token, subtile_tokens);
-  }
-};
-
+// A fill block lies in a sub-tile of the image, which may hold several: `target` is its first token
+// there, and the chunks of values follow those of keys.
 __device__ __forceinline__ void store_chunk(std::byte* target, const uint32_t (&words)[4]) {
   *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -200,11 +190,13 @@ template <int kKeyBits, int kValueBits, int kHeadDim, int kWarps>
 __device__ __forceinline__ bool dequantise(const TileParams& params, const LevelPair* pairs,
                                            float (&squares)[kWarps / 2][kFillTokens],
                                            const TokenSource& source, const uint32_t* row,
-                                           const FillTarget& target) {
+                                           std::byte* target) {
   constexpr int kLanesOfToken = kWarps / 2;
-  constexpr int kOwnChunks = kHeadDim / kChunkDims / kLanesOfToken;
+  constexpr int kChunks = kHeadDim / kChunkDims;
+  constexpr int kOwnChunks = kChunks / kLanesOfToken;
   constexpr SlotFormat kSlot = fill_format(kKeyBits, kValueBits, kHeadDim);
   const SlotFormat& format = params.format;
+  const int subtile_tokens = params.plan.shape.block_tokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int t = warp % 2 * 32 + lane, own = warp / 2;
   const auto phase = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(source.slot) & 2);
@@ -239,6 +231,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
       } else if (source.visible) {
         scale = __int_as_float(0x7fffffff);  // named by no page: whoever sees it is lost
       }
+      std::byte* keys = target + chunk_offset(own, t, subtile_tokens);
       // The scale in two halves: their products' sum is rounded once.
       const uint32_t high = ptx::cvt_half2(scale, scale);
       const float rest = scale - __half2float(__ushort_as_half(static_cast<uint16_t>(high)));
@@ -250,7 +243,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
         for (int e = 0; e < 4; ++e) {
           words[e] = half2_fma(levels[i][e], high, half2_mul(levels[i][e], low));
         }
-        store_chunk(target.at(target.key, own + i * kLanesOfToken, t), words);
+        store_chunk(keys + chunk_offset(i * kLanesOfToken, 0, subtile_tokens), words);
       }
     }
   } else if (source.chunk_token < 0) {
@@ -269,7 +262,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
       } else if (source.visible) {
         words[0] = words[1] = words[2] = words[3] = 0x7fff7fffu;
       }
-      store_chunk(target.at(target.key, chunk, t), words);
+      store_chunk(target + chunk_offset(chunk, t, subtile_tokens), words);
     }
   }
   if (source.chunk_token >= 0) return false;
@@ -284,6 +277,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
   const float last = fmaf(static_cast<float>((1 << kValueBits) - 1), scale, zero);
   const bool plain = fabsf(zero) <= 65504.0f && fabsf(last) <= 65504.0f;
   bool lossy = false;
+  std::byte* values = target + chunk_offset(kChunks + own, t, subtile_tokens);
 #pragma unroll 2
   for (int i = 0; i < kOwnChunks; ++i) {
     const int chunk = own + i * kLanesOfToken;
@@ -313,7 +307,7 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
         words[e] = ptx::cvt_half2(x[0], x[1]);
       }
     }
-    store_chunk(target.at(target.value, chunk, t), words);
+    store_chunk(values + chunk_offset(i * kLanesOfToken, 0, subtile_tokens), words);
   }
   return lossy;
 }
@@ -321,10 +315,12 @@ __device__ __forceinline__ bool dequantise(const TileParams& params, const Level
 // The raw tokens of a key block, a warp a token: rotated like queries and rounded like everything
 // in the image. True if a value element is not finite.
 template <int kHeadDim, int kWarps>
-__device__ __forceinline__ bool round_raw(const AttentionParams& call, const SlotFormat& format,
+__device__ __forceinline__ bool round_raw(const TileParams& params,
                                           const TokenSource (&sources)[kFillTokens], int head,
-                                          const FillTarget& target) {
+                                          std::byte* target) {
   constexpr int kPer = kHeadDim / 32;
+  const AttentionParams& call = params.call;
+  const int subtile_tokens = params.plan.shape.block_tokens;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Finite elements beyond fp16 saturate, as the store's norms and values do.
   const auto saturate = [](float x) { return fminf(fmaxf(x, -65504.0f), 65504.0f); };
@@ -341,14 +337,14 @@ __device__ __forceinline__ bool round_raw(const AttentionParams& call, const Slo
     for (int e = 0; e < kPer; ++e) {
       x[e] = load_element(call.chunk_key, call.dtype, key_at + kPer * lane + e);
     }
-    if (format.rotated()) rotate_row<kPer>(x);
+    if (params.format.rotated()) rotate_row<kPer>(x);
 #pragma unroll
     for (int e = 0; e < kPer; e += 2) {
       const float a = isfinite(x[e]) ? saturate(x[e]) : x[e];
       const float b = isfinite(x[e + 1]) ? saturate(x[e + 1]) : x[e + 1];
       const int d = kPer * lane + e;
-      *reinterpret_cast<uint32_t*>(target.at(target.key, d / 8, token) + d % 8 * 2) =
-          ptx::cvt_half2(a, b);
+      *reinterpret_cast<uint32_t*>(target + chunk_offset(d / 8, token, subtile_tokens) +
+                                   d % 8 * 2) = ptx::cvt_half2(a, b);
     }
 #pragma unroll
     for (int e = 0; e < kPer; e += 2) {
@@ -358,7 +354,8 @@ __device__ __forceinline__ bool round_raw(const AttentionParams& call, const Slo
       lossy |= !isfinite(a) || !isfinite(b);
       a = isfinite(a) ? saturate(a) : 0.0f;
       b = isfinite(b) ? saturate(b) : 0.0f;
-      *reinterpret_cast<uint32_t*>(target.at(target.value, d / 8, token) + d % 8 * 2) =
+      *reinterpret_cast<uint32_t*>(
+          target + chunk_offset((kHeadDim + d) / 8, token, subtile_tokens) + d % 8 * 2) =
           ptx::cvt_half2(a, b);
     }
   }
@@ -503,19 +500,17 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
 
     const int context = context_of(work), block = work - context * per_context;
     const int head = contexts[context].head;
-    FillTarget target;
-    target.subtile_tokens = plan.shape.block_tokens;
-    const int subtile = block * kFillTokens / target.subtile_tokens;
-    target.first_token = block * kFillTokens - subtile * target.subtile_tokens;
-    target.key =
-        params.image(at.buffer, context) + subtile * subtile_bytes(target.subtile_tokens, kHeadDim);
-    target.value = target.key + plane_bytes(target.subtile_tokens, kHeadDim);
+    const int subtile_tokens = plan.shape.block_tokens;  // a power of two
+    const int first_token = block * kFillTokens & (subtile_tokens - 1);
+    std::byte* target = params.image(at.buffer, context) +
+                        (block * kFillTokens - first_token) * subtile_bytes(1, kHeadDim) +
+                        chunk_offset(0, first_token, subtile_tokens);
     const uint32_t* own_rows = rows + buffer * kRowsWords;
     const int token = threadIdx.x % kFillTokens;
     bool lossy = dequantise<kKeyBits, kValueBits, kHeadDim, kWarps>(
         params, pairs, squares, sources[buffer][token], own_rows + token * kPitch, target);
     if (raw_here) {
-      lossy |= round_raw<kHeadDim, kWarps>(call, params.format, sources[buffer], head, target);
+      lossy |= round_raw<kHeadDim, kWarps>(params, sources[buffer], head, target);
     }
     lossy = __syncthreads_or(lossy);
     if (threadIdx.x == 0) params.flags(at.buffer, context)[block] = lossy;
