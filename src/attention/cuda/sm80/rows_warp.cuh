@@ -104,8 +104,7 @@ struct RowsWarp {
     // One column tile alone would be a chain of dependent products.
     constexpr int kChains = kTiles == 1 ? 2 : 1;
     float chains[kChains][kTiles][4] = {};
-    constexpr int kNorms = Config::kQueryInRegisters ? 1 : 2;
-    float norm0[kNorms][4] = {}, norm1[kNorms][4] = {};
+    float norms[4] = {};
     const Keys keys(table);
     // The loop of a wide head would not fit the instruction cache.
     constexpr int kUnroll = kDim <= 128 ? Keys::kBlocks : (Keys::kBlocks + 1) / 2;
@@ -113,7 +112,7 @@ struct RowsWarp {
     const uint32_t key0 = slot0 + Keys::kLaneBytes * c, key1 = slot1 + Keys::kLaneBytes * c;
 #pragma unroll kUnroll
     for (int block = 0; block < Keys::kBlocks; ++block) {
-      uint32_t a[Keys::kBlockSteps][4];
+      uint32_t a[Keys::kBlockSteps][4], squares[2];
       keys.load(key0, key1, block, a);
 #pragma unroll
       for (int s = 0; s < Keys::kBlockSteps; ++s) {
@@ -125,12 +124,17 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole
-          // one would have to be moved into place.
-          ptx::mma_m16n8k8(norm0[0], a[s][0], a[s][1], a[s][0]);
-          ptx::mma_m16n8k8(norm1[0], a[s][0], a[s][1], a[s][1]);
-          ptx::mma_m16n8k8(norm0[kNorms - 1], a[s][2], a[s][3], a[s][2]);
-          ptx::mma_m16n8k8(norm1[kNorms - 1], a[s][2], a[s][3], a[s][3]);
+          // |k|^2: four squares a half in fp16, the rest by the tensor core, which leaves the sum
+          // with every lane of the token.
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            squares[t] = s % 2 == 0 ? half2_mul(a[s][t], a[s][t])
+                                    : half2_fma(a[s][t], a[s][t], squares[t]);
+            squares[t] = half2_fma(a[s][t + 2], a[s][t + 2], squares[t]);
+          }
+          if (s % 2 == 1) {
+            ptx::mma_m16n8k8(norms, squares[0], squares[1], half2_broadcast(0x3c00));
+          }
         }
       }
     }
@@ -143,15 +147,7 @@ struct RowsWarp {
     }
 
     if constexpr (kRotatedKeys<Config::kKey>) {
-      float square0 = (g & 1) != 0 ? norm0[0][1] : norm0[0][0];
-      float square1 = (g & 1) != 0 ? norm1[0][3] : norm1[0][2];
-      if constexpr (kNorms == 2) {
-        square0 += (g & 1) != 0 ? norm0[1][1] : norm0[1][0];
-        square1 += (g & 1) != 0 ? norm1[1][3] : norm1[1][2];
-      }
-      const int owner = 4 * g + (g >> 1);
-      float inverse0 = ptx::rsqrt(__shfl_sync(~0u, square0, owner));
-      float inverse1 = ptx::rsqrt(__shfl_sync(~0u, square1, owner));
+      float inverse0 = ptx::rsqrt(norms[0]), inverse1 = ptx::rsqrt(norms[2]);
       if (!p.norm_correction) inverse0 = inverse1 = p.key_gain;
       const float stored0 = ptx::ld_shared_half(slot0 + Config::kNormOffset);
       const float stored1 = ptx::ld_shared_half(slot1 + Config::kNormOffset);
