@@ -15,6 +15,7 @@ namespace kvtile::cuda {
 
 inline constexpr int kRowsMaxRows = 32;      // packed rows (query x head of the group) of one tile
 inline constexpr int kRowsGroupTokens = 16;  // tokens a warp takes at a time
+inline constexpr int kRowsCombineDims = 64;  // of a block of combine
 // Accumulators are flushed to fp32 state at least this often: the tensor core truncates.
 inline constexpr int kRowsEpochTokens = 8192;
 

@@ -37,11 +37,11 @@ struct RowsPagesPipeline {
   const RowsParams& p;
   const RowsRange& range;
   int lane, g, c, head, page_lane;
-  uint32_t records, records_end;  // of the warp's lane of pages
-  uint32_t key_offset;            // of token g's slot in a chunk
-  uint32_t value_offset;          // of the lane's values of token 2c in a chunk
+  uint32_t records;       // of the warp's lane of pages
+  uint32_t key_offset;    // of token g's slot in a chunk
+  uint32_t value_offset;  // of the lane's values of token 2c in a chunk
   uint32_t query;
-  bool straight_groups;
+  bool straight_groups;  // what lies in one page of its own can be copied whole
   // Of the epoch.
   int position, span;
   // Pages of the 32 groups that hold the next one to be copied, and of the 32 after: lane by lane.
@@ -55,9 +55,7 @@ struct RowsPagesPipeline {
       : p(params), range(keys), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
     head = warp % p.a.cache.num_kv_heads;
     page_lane = warp / p.a.cache.num_kv_heads;
-    const int bytes = p.pages.stages * kRowsPagesRecord;
-    records = record = p.pages_memory.records + page_lane * bytes;
-    records_end = records + bytes;
+    records = record = p.pages_memory.records + page_lane * p.pages.stages * kRowsPagesRecord;
     const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
     key_offset = keep(head * p.chunk_head_stride + g * stride_token);
     value_offset =
@@ -91,7 +89,8 @@ struct RowsPagesPipeline {
   __device__ int stride() const { return p.pages.lanes * kRowsGroupTokens; }
 
   __device__ uint32_t after(uint32_t r) const {
-    return r + kRowsPagesRecord == records_end ? records : r + kRowsPagesRecord;
+    r += kRowsPagesRecord;
+    return r == records + p.pages.stages * kRowsPagesRecord ? records : r;
   }
 
   __device__ void run(Warp& state) {
@@ -184,10 +183,10 @@ struct RowsPagesPipeline {
     return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(p.pages_memory.bases));
   }
 
-  // Page of the first token of the group at `distance`; -1: no page, or no group.
+  // Page that holds the group at `distance`; -1: none, or not one.
   __device__ int locate(int distance) const {
     const int at = distance + range.to_table;
-    if (distance >= span || at < 0) return -1;
+    if (distance >= span || at < 0 || !straight_groups) return -1;
     const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
     return block < p.table_pages ? __ldg(table_row() + block) : -1;
   }
@@ -196,7 +195,7 @@ struct RowsPagesPipeline {
   __device__ void issue(int distance, int first_page, uint32_t into) const {
     if (distance >= span) return;
     const uint32_t chunk = ptx::ld_shared(into + RowsRecord::kAddress);
-    if (straight_groups && static_cast<uint32_t>(first_page) < p.bulk_pages) {
+    if (static_cast<uint32_t>(first_page) < p.bulk_pages) {
       if (lane != 0) return;
       const auto at = static_cast<uint32_t>(distance + range.to_table);
       const uint32_t offset =
