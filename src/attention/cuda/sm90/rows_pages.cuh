@@ -337,13 +337,13 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     }
 
     const int epoch_groups = p.pages.lanes * (kRowsEpochTokens / kRowsGroupTokens);
-    QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, head, page_lane, p.pages.lanes,
-                                                       lane);
     RowsWarp<Config> state;
     RowsPagesPipeline<Config> pipeline(p, tile, range, warp, lane);
     for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
       pipeline.start(first, min(range.end_group, first + epoch_groups));
       if (first == range.first_group) {
+        QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, head, page_lane, p.pages.lanes,
+                                                           lane);
         const uint32_t factors = memory.factors + head * Config::kSizes.factors;
         queries.template prepare<Config::kKey>(memory.query + head * Config::kSizes.query, factors,
                                                head == 0 ? memory.ranges : 0);
