@@ -40,9 +40,10 @@ build/.packages-%: Makefile
 	fi
 	@touch $@
 
-# Configures a preset when its build tree is missing; CMake itself notices later changes.
+# Configures a preset when its build tree is missing; CMake itself notices later changes. The
+# interpreter is the one the packages are installed for, whatever stands first on the PATH.
 build/%/build.ninja: CMakePresets.json | build/.packages-BUILD
-	cmake --preset $*
+	cmake --preset $* -DPython3_EXECUTABLE=/usr/bin/python3
 
 .PHONY: build-cpu
 build-cpu: build/cpu/build.ninja

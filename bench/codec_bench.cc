@@ -19,19 +19,33 @@ RunOptions one_thread() {
   return options;
 }
 
-// Argument: preset.
-void encode_benchmark(benchmark::State& state) {
+// A benchmark's first argument is its preset.
+SlotFormat format_of(benchmark::State& state) {
   const char* preset = preset_name(static_cast<int>(state.range(0)));
   state.SetLabel(preset);
   SlotFormat format;
-  Status status = parse_preset(preset, kHeadDim, &format);
-  if (!status.ok()) return state.SkipWithError(status.message().c_str());
-  const PackedSequence sequence(format, kNumTokens, kNumKvHeads, 0);
-  const std::vector<uint16_t> key = bf16_noise(kElements, 1);
-  const std::vector<uint16_t> value = bf16_noise(kElements, 2);
-  const EncodeCall call = sequence.encode_call(key.data(), value.data(), DType::kBFloat16);
+  const Status status = parse_preset(preset, kHeadDim, &format);
+  if (!status.ok()) state.SkipWithError(status.message().c_str());
+  return format;
+}
+
+// Rows, and the cache they are packed into.
+struct Rows {
+  explicit Rows(benchmark::State& state) : sequence(format_of(state), kNumTokens, kNumKvHeads, 0) {}
+  EncodeCall encode_call() const {
+    return sequence.encode_call(key.data(), value.data(), DType::kBFloat16);
+  }
+
+  PackedSequence sequence;
+  std::vector<uint16_t> key = bf16_noise(kElements, 1), value = bf16_noise(kElements, 2);
+};
+
+// Argument: preset.
+void encode_benchmark(benchmark::State& state) {
+  const Rows rows(state);
+  const EncodeCall call = rows.encode_call();
   for (auto _ : state) {
-    status = encode_slots(call, nullptr, one_thread());
+    const Status status = encode_slots(call, nullptr, one_thread());
     if (!status.ok()) return state.SkipWithError(status.message().c_str());
     benchmark::ClobberMemory();
   }
@@ -40,20 +54,13 @@ void encode_benchmark(benchmark::State& state) {
 
 // Arguments: preset, output DType, un-rotated keys.
 void decode_benchmark(benchmark::State& state) {
-  const char* preset = preset_name(static_cast<int>(state.range(0)));
-  state.SetLabel(preset);
-  SlotFormat format;
-  Status status = parse_preset(preset, kHeadDim, &format);
-  if (!status.ok()) return state.SkipWithError(status.message().c_str());
-  const PackedSequence sequence(format, kNumTokens, kNumKvHeads, 0);
-  const std::vector<uint16_t> key = bf16_noise(kElements, 1);
-  const std::vector<uint16_t> value = bf16_noise(kElements, 2);
-  status = encode_slots(sequence.encode_call(key.data(), value.data(), DType::kBFloat16));
+  const Rows rows(state);
+  Status status = encode_slots(rows.encode_call());
   if (!status.ok()) return state.SkipWithError(status.message().c_str());
 
   DecodeCall call;
-  call.cache = sequence.cache;
-  call.slot_mapping = sequence.slots.data();
+  call.cache = rows.sequence.cache;
+  call.slot_mapping = rows.sequence.slots.data();
   call.num_tokens = kNumTokens;
   call.dtype = static_cast<DType>(state.range(1));
   call.unrotate_keys = state.range(2) != 0;

@@ -37,6 +37,12 @@ class Shape:
 
 SHAPE_A = Shape("A", 24, 4, 256)
 SHAPE_B = Shape("B", 32, 8, 128)
+SHAPE_C = Shape("C", 32, 8, 64)
+
+
+def tile_backends():
+    """Backend rows of this GPU that attend over a dequantised tile."""
+    return ["cuda/tile"] + (["cuda/hopper"] if torch.cuda.get_device_capability()[0] == 9 else [])
 
 
 # ---- Timing -------------------------------------------------------------------------------------
@@ -114,11 +120,11 @@ class GpuCache:
                     for x in (key, value))
             self.encode(k, v, seq)
 
-    def encode(self, key, value, seq=0):
+    def encode(self, key, value, seq=0, first=0):
         dtype = next(d for d, t in TORCH_DTYPES.items() if t == key.dtype)
         self.library.encode(capi.EncodeCall(
             dtype=dtype, key=key.data_ptr(), value=value.data_ptr(), num_tokens=key.shape[0],
-            slot_mapping=self.slots[seq].data_ptr(), cache=self.struct, backend=b"cuda",
+            slot_mapping=self.slots[seq, first:].data_ptr(), cache=self.struct, backend=b"cuda",
             stream=torch.cuda.current_stream().cuda_stream))
 
     def decode(self, dtype=capi.FLOAT32, unrotate=True, out=None, seq=0):
@@ -140,7 +146,7 @@ class GpuAttention:
     """attend() over a cache; q_len queries a sequence, with their raw chunk or without."""
 
     def __init__(self, cache, q_len, backend, dtype=capi.BFLOAT16, chunk=False, tile_tokens=0,
-                 query=None):
+                 query=None, cached=None):
         shape, total_q = cache.shape, q_len * cache.num_seqs
         torch_dtype = TORCH_DTYPES[dtype]
         rows = (total_q, shape.num_heads, shape.head_dim)
@@ -151,7 +157,8 @@ class GpuAttention:
             if chunk else None
         self.out = torch.full(rows, math.nan, dtype=torch_dtype, device=DEVICE)
         self.lse = torch.full((shape.num_heads, total_q), math.nan, device=DEVICE)
-        seq_len = cache.num_tokens + (q_len if chunk else 0)
+        cached = cache.num_tokens if cached is None else cached
+        seq_len = cached + (q_len if chunk else 0)
         self._cu_seqlens = torch.arange(0, total_q + 1, q_len, dtype=torch.int32, device=DEVICE)
         self._seq_lens = torch.full((cache.num_seqs,), seq_len, dtype=torch.int32, device=DEVICE)
         key, value = (None, None) if self.chunk is None else (x.data_ptr() for x in self.chunk)
@@ -168,6 +175,11 @@ class GpuAttention:
                                      device=DEVICE)
         self.call.workspace = self._workspace.data_ptr()
         self.call.workspace_bytes = self.workspace_bytes
+
+    def set_cached(self, cached):
+        """Fewer cached tokens than the call was made for."""
+        self._seq_lens.fill_(cached + self.q_len)
+        self.call.max_seq_len = cached + self.q_len
 
     def run(self):
         self.call.stream = torch.cuda.current_stream().cuda_stream
@@ -254,24 +266,140 @@ def compare_prefill(library, clock, table):
                             bar)
                     del tiled
                 if q_len == 1024 and cached < 2**18:
-                    compare_tiles(cache, clock, table)
+                    compare_tiles(cache, "cuda/tile", 0.03, clock, table)
             del cache, dense, key, value, ours, seen
             torch.cuda.empty_cache()
 
 
-def compare_tiles(cache, clock, table):
-    shape = cache.shape
+def compare_tiles(cache, backend, bar, clock, table):
+    name = f"{cache.shape.name}, {backend}"
     medians = {}
     for tile in (8192, 16384, 32768, 65536, 131072):
-        ours = GpuAttention(cache, 1024, "cuda/tile", chunk=True, tile_tokens=tile)
+        ours = GpuAttention(cache, 1024, backend, chunk=True, tile_tokens=tile)
         medians[tile] = statistics.median(clock.milliseconds(ours.run, 5))
     times = list(medians.values())
-    table.add("tiles", f"{shape.name}: spread over tiles of 8K to 128K",
-              [(max(times) - min(times)) / statistics.median(times)], "", at_most=0.03,
+    table.add("tiles", f"{name}: spread over tiles of 8K to 128K",
+              [(max(times) - min(times)) / statistics.median(times)], "", at_most=bar,
               ours=" / ".join(f"{t:.2f}" for t in times) + " ms")
-    default = GpuAttention(cache, 8192, "cuda/tile", chunk=True)
-    table.add("tiles", f"{shape.name}: scratch of the default tile, q_len 8,192",
+    default = GpuAttention(cache, 8192, backend, chunk=True)
+    table.add("tiles", f"{name}: scratch of the default tile, q_len 8,192",
               [default.workspace_bytes / MIB], "MiB", at_most=64)
+
+
+# Share of cuDNN's rate over 131,072 uncompressed tokens, by shape and q_len.
+HOPPER_BARS = {("A", 1024): 0.95, ("A", 2048): 0.90, ("A", 8192): 0.90,
+               ("B", 1024): 0.90, ("B", 2048): 0.90, ("B", 8192): 0.90,
+               ("C", 1024): 0.85, ("C", 2048): 0.85, ("C", 8192): 0.85}
+HOPPER_CACHED = 131072
+
+
+def compare_hopper(library, clock, table):
+    """Chunks over the packed cache by wgmma, beside cuDNN over as many uncompressed tokens."""
+    for shape in (SHAPE_A, SHAPE_B, SHAPE_C):
+        key, value = (torch.randn(HOPPER_CACHED, shape.num_kv_heads, shape.head_dim,
+                                  dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        cache = GpuCache(library, "4bit_nc", shape, HOPPER_CACHED, extra_tokens=8192, key=key,
+                         value=value)
+        dense = peers.Dense(key, value)
+        others = [GpuCache(library, preset, shape, HOPPER_CACHED, extra_tokens=8192, key=key,
+                           value=value) for preset in compare.PRESETS if preset != "4bit_nc"]
+        rates = {}  # cuDNN, FLOP/ms
+        for q_len in (1024, 2048, 8192):
+            seen = GpuAttention(cache, q_len, "cuda/hopper")
+            seen.run()
+            check_against_cache("cuda/hopper", cache, seen.query, seen.out, 4e-3)
+            check("cuDNN", dense.attend(seen.query, "cudnn")[[0, q_len - 1]],
+                  exact_rows(key, value, seen.query, [0, q_len - 1]), 2e-2)
+            ours = GpuAttention(cache, q_len, "cuda/hopper", chunk=True)
+            kvtile = clock.milliseconds(ours.run, 7)
+            cudnn = min((clock.milliseconds(lambda: dense.attend(seen.query, "cudnn", fold), 7)
+                         for fold in (True, False)), key=statistics.median)
+            rates[q_len] = shape.flops(q_len, HOPPER_CACHED) / statistics.median(cudnn)
+            add_rate(table, shape, HOPPER_CACHED, q_len, kvtile, rates[q_len])
+            if q_len >= 2048:
+                medians = [statistics.median(kvtile)]
+                for other in others:
+                    attention = GpuAttention(other, q_len, "cuda/hopper", chunk=True)
+                    medians.append(statistics.median(clock.milliseconds(attention.run, 5)))
+                table.add("hopper", f"{shape.name}, q_len {q_len:,}: spread over the presets",
+                          [(max(medians) - min(medians)) / statistics.median(medians)], "",
+                          at_most=0.05, ours=" / ".join(f"{m:.2f}" for m in medians) + " ms")
+            if shape is not SHAPE_C and q_len != 2048:
+                tiled = peers.Tiled(cache)
+                check_against_cache("tiled, cudnn", cache, seen.query,
+                                    tiled.attend(seen.query, "cudnn")[0], 2e-2)
+                samples = clock.milliseconds(lambda: tiled.attend(seen.query, "cudnn"), 5)
+                table.add("hopper", f"{shape.name}, {HOPPER_CACHED:,} cached, q_len {q_len:,}: "
+                          "speed over the tiled reference on cuDNN", ratios(samples, kvtile), "x",
+                          at_least=1.2 if q_len == 1024 else 1.0,
+                          ours=f"{statistics.median(kvtile):.2f} ms",
+                          peer=f"{statistics.median(samples):.2f} ms")
+                del tiled
+        if shape is SHAPE_A:
+            for q_len, bar in ((128, 1.0), (512, 2.6)):
+                small = GpuAttention(cache, q_len, "cuda", chunk=True)
+                table.add("hopper", f"A, {HOPPER_CACHED:,} cached, q_len {q_len}, as cuda chooses",
+                          clock.milliseconds(small.run, 7), "ms", at_most=bar)
+        if shape is not SHAPE_C:
+            compare_tiles(cache, "cuda/hopper", 0.02, clock, table)
+        del cache, dense, others, key, value, ours, seen
+        torch.cuda.empty_cache()
+        if shape is not SHAPE_C:
+            cached = 1009664
+            cache = GpuCache(library, "4bit_nc", shape, cached, extra_tokens=8192)
+            for q_len, times in ((1024, 3), (8192, 2)):
+                ours = GpuAttention(cache, q_len, "cuda/hopper", chunk=True)
+                add_rate(table, shape, cached, q_len, clock.milliseconds(ours.run, times),
+                         rates[q_len])
+            del cache, ours
+            torch.cuda.empty_cache()
+
+
+def add_rate(table, shape, cached, q_len, samples, cudnn_rate):
+    flops = shape.flops(q_len, cached)
+    table.add("hopper", f"{shape.name}, {cached:,} cached, q_len {q_len:,}: share of cuDNN's rate "
+              "uncompressed", [flops / s / cudnn_rate for s in samples], "",
+              at_least=HOPPER_BARS[shape.name, q_len],
+              ours=f"{flops / statistics.median(samples) * 1e-9:.0f} TFLOP/s",
+              peer=f"{cudnn_rate * 1e-9:.0f} TFLOP/s")
+
+
+def compare_million(library, clock, table):
+    """A prefill of 1,010,000 tokens in chunks of 8,192, one layer of shape A, as cuda chooses."""
+    shape, context, step = SHAPE_A, 1010000, 8192
+    cache = GpuCache(library, "4bit_nc", shape, context)
+    chunks = [(first, min(step, context - first)) for first in range(0, context, step)]
+    calls = {}
+    for q_len in sorted({q_len for _, q_len in chunks}):
+        # Made for the longest context; the lengths are set before each chunk.
+        calls[q_len] = GpuAttention(cache, q_len, "cuda", chunk=True, cached=context - q_len)
+
+    def prefill(chunks):
+        for first, q_len in chunks:
+            call = calls[q_len]
+            call.set_cached(first)
+            call.run()
+            cache.encode(*call.chunk, first=first)
+
+    prefill(chunks[:2] + chunks[-1:])
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    prefill(chunks)
+    end.record()
+    torch.cuda.synchronize()
+    first, q_len = chunks[-1]
+    last = calls[q_len]
+    rows = [0, q_len // 2, q_len - 1]
+    key, value = cache.decode()
+    for row in rows:
+        seen = [torch.cat([packed[:first], raw[:row + 1].float()])
+                for packed, raw in zip((key, value), last.chunk)]
+        check("last chunk", last.out[[row]], exact_rows(*seen, last.query, [row]), 4e-3)
+    seconds = begin.elapsed_time(end) * 1e-3
+    flops = 4 * shape.head_dim * shape.num_heads * context * (context + 1) / 2
+    table.add("million", f"A, 4bit_nc, {context:,} tokens in chunks of {step:,}: one layer, "
+              "attention and store", [seconds], "s", ours=f"{flops / seconds * 1e-12:.0f} TFLOP/s")
+    table.add("million", "the same for 16 layers", [16 * seconds / 60], "minutes")
 
 
 DECODE_BARS = {"4bit_nc": 0.60, "k8v4": 0.70, "3bit_nc": 0.50}
@@ -333,42 +461,44 @@ def compare_errors(library, clock, table):
             for kind, gain in (("flat", 1.0), ("peaked", 4.0)):
                 query = (gain * torch.randn(64, shape.num_heads, shape.head_dim, device=DEVICE)
                          ).bfloat16()
-                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32,
-                                    query=query.float())
-                ours.run()
                 want = exact_rows(key, value, query, rows)
-                error = error_of(ours.out[rows], want)
                 other = error_of(tiled.attend(query, "flash")[0][rows], want)
-                table.add("error", f"{shape.name}, {preset}, {kind}: error of the tiled reference "
-                          "over kvtile's", [other / error], "x", at_least=3, ours=f"{error:.1e}",
-                          peer=f"{other:.1e}")
+                for backend in tile_backends():
+                    ours = GpuAttention(cache, 64, backend, dtype=capi.FLOAT32,
+                                        query=query.float())
+                    ours.run()
+                    error = error_of(ours.out[rows], want)
+                    table.add("error", f"{shape.name}, {preset}, {kind}: error of the tiled "
+                              f"reference over {backend}'s", [other / error], "x", at_least=3,
+                              ours=f"{error:.1e}", peer=f"{other:.1e}")
 
 
 def compare_flatness(library, clock, table):
     """Equal scores over constant and uniform values: the error must not grow with the context."""
     for kind in ("constant", "uniform"):
         for shape in (SHAPE_A, SHAPE_B):
-            errors = {}
+            errors = {backend: {} for backend in tile_backends()}
             for cached in (16384, 65536, 262144, 1048576):
                 rows = (cached, shape.num_kv_heads, shape.head_dim)
                 key = torch.randn(rows, dtype=torch.bfloat16, device=DEVICE)
                 value = torch.full_like(key, 0.7) if kind == "constant" else torch.rand_like(key)
                 cache = GpuCache(library, "4bit_nc", shape, cached, key=key, value=value)
                 query = torch.zeros(64, shape.num_heads, shape.head_dim, device=DEVICE)
-                ours = GpuAttention(cache, 64, "cuda/tile", dtype=capi.FLOAT32, query=query)
-                ours.run()
                 want = cache.decode()[1].double().mean(0).repeat_interleave(shape.group, 0)
-                errors[cached] = error_of(ours.out, want.expand_as(ours.out))
+                for backend in errors:
+                    ours = GpuAttention(cache, 64, backend, dtype=capi.FLOAT32, query=query)
+                    ours.run()
+                    errors[backend][cached] = error_of(ours.out, want.expand_as(ours.out))
                 del key, value, cache, ours
                 torch.cuda.empty_cache()
-            ours_text = " / ".join(f"{e:.1e}" for e in errors.values())
-            name = f"{shape.name}, {kind} values"
-            # Two exact results have no ratio: an fp32 rounding is the least that is told apart.
-            table.add("flatness", f"{name}: error at 1M over 16K",
-                      [max(errors[1048576], 6e-8) / max(errors[16384], 6e-8)], "x", at_most=1.2,
-                      ours=ours_text)
-            table.add("flatness", f"{name}: largest error, 16K to 1M", [max(errors.values())], "",
-                      at_most=1.5e-3)
+            for backend, by_length in errors.items():
+                name = f"{shape.name}, {kind} values, {backend}"
+                # Two exact results have no ratio: an fp32 rounding is the least that is told apart.
+                table.add("flatness", f"{name}: error at 1M over 16K",
+                          [max(by_length[1048576], 6e-8) / max(by_length[16384], 6e-8)], "x",
+                          at_most=1.2, ours=" / ".join(f"{e:.1e}" for e in by_length.values()))
+                table.add("flatness", f"{name}: largest error, 16K to 1M",
+                          [max(by_length.values())], "", at_most=1.5e-3)
 
 
 def compare_codec(library, clock, table):
@@ -407,7 +537,8 @@ def compare_codec(library, clock, table):
 
 
 SECTIONS = {"prefill": compare_prefill, "decode": compare_decode, "error": compare_errors,
-            "flatness": compare_flatness, "codec": compare_codec}
+            "flatness": compare_flatness, "codec": compare_codec, "hopper": compare_hopper,
+            "million": compare_million}
 
 
 def parse_arguments(arguments):

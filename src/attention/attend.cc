@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -18,18 +19,27 @@
 namespace kvtile {
 namespace {
 
-constexpr const Backend* kBackends[] = {
+std::span<const Backend> device_backends() {
 #if defined(KVTILE_CUDA)
-    &kCudaBackend, &kCudaRowsBackend, &kCudaTileBackend,
+  return cuda_backends();
+#else
+  return {};
 #endif
-    &kCpuBackend};
+}
+
+// The CPU is the last row.
+const Backend& backend_row(int index) {
+  const std::span<const Backend> devices = device_backends();
+  const auto row = static_cast<size_t>(index);
+  return row < devices.size() ? devices[row] : kCpuBackend;
+}
 
 constexpr uintptr_t kWorkspaceAlignment = 64;
 
 // A row's name, or the CPU's with a SIMD target behind a slash ("cpu/avx2").
 const Backend* find_row(std::string_view name) {
-  for (const Backend* row : kBackends) {
-    if (name == row->name) return row;
+  for (int i = 0; i < num_backends(); ++i) {
+    if (name == backend_name(i)) return &backend_row(i);
   }
   return name.substr(0, 4) == "cpu/" ? &kCpuBackend : nullptr;
 }
@@ -39,9 +49,9 @@ Status choose_backend(const AttentionCall& call, const RunOptions& options, cons
   *row = options.backend == nullptr ? &kCpuBackend : find_row(options.backend);
   if (*row != nullptr) return (*row)->supports(call, options);
   std::string names;
-  for (const Backend* known : kBackends) {
+  for (int i = 0; i < num_backends(); ++i) {
     if (!names.empty()) names += ", ";
-    names += known->name;
+    names += backend_name(i);
   }
   return Status(
       StatusCode::kUnavailable,
@@ -179,10 +189,10 @@ Status attend(const AttentionCall& original, Workspace workspace, const RunOptio
   return row->run(call, workspace, options, report);
 }
 
-int num_backends() { return static_cast<int>(std::size(kBackends)); }
+int num_backends() { return static_cast<int>(device_backends().size()) + 1; }
 
 const char* backend_name(int index) {
-  return index >= 0 && index < num_backends() ? kBackends[index]->name : "";
+  return index >= 0 && index < num_backends() ? backend_row(index).name : "";
 }
 
 Status backend_supports(const char* name, const AttentionCall& call, int device) {

@@ -42,6 +42,7 @@ void merge_row(const MergeCall& call, int64_t token, int64_t head) {
                           call.lse_stride_token, call);
   double top = -kInfinity;
   bool is_nan = false;
+  int num_live = 0, live = 0;  // states that are not empty; one of them
   const auto lse_of = [&](int i) {
     const Strides s = strides_of(call.states[i], call);
     return static_cast<double>(call.states[i].lse[head * s.lse_head + token * s.lse_token]);
@@ -50,25 +51,33 @@ void merge_row(const MergeCall& call, int64_t token, int64_t head) {
     const double lse = lse_of(i);
     is_nan |= std::isnan(lse) || lse == kInfinity;
     top = std::max(top, lse);
+    if (lse == -kInfinity) continue;
+    ++num_live;
+    live = i;
   }
   double total = 0.0;
   for (int i = 0; i < call.num_states; ++i) {
     if (lse_of(i) != -kInfinity) total += std::exp(lse_of(i) - top);
   }
-  double merged = top + std::log(total);
-  if (top == -kInfinity) merged = -kInfinity;
+  // A lone state is copied: sums would lose the sign of its zeros.
+  double merged = num_live > 1 ? top + std::log(total) : top;
   if (is_nan) merged = std::numeric_limits<double>::quiet_NaN();
+  const auto element = [&](int i, int d) {
+    const Strides s = strides_of(call.states[i], call);
+    return call.states[i].out[token * s.out_token + head * s.out_head + d];
+  };
   for (int d = 0; d < call.head_dim; ++d) {
     double sum = 0.0;
     for (int i = 0; i < call.num_states; ++i) {
       const double lse = lse_of(i);
       if (lse == -kInfinity) continue;  // an empty state's payload is never read
-      const Strides s = strides_of(call.states[i], call);
-      sum += std::exp(lse - top) * call.states[i].out[token * s.out_token + head * s.out_head + d];
+      sum += std::exp(lse - top) * element(i, d);
     }
-    const double value = is_nan ? merged : top == -kInfinity ? 0.0 : sum / total;
-    store_element(call.out, token * to.out_token + head * to.out_head + d, call.dtype,
-                  static_cast<float>(value));
+    const float value = is_nan          ? static_cast<float>(merged)
+                        : num_live == 0 ? 0.0f
+                        : num_live == 1 ? element(live, d)
+                                        : static_cast<float>(sum / total);
+    store_element(call.out, token * to.out_token + head * to.out_head + d, call.dtype, value);
   }
   if (call.lse != nullptr) {
     call.lse[head * to.lse_head + token * to.lse_token] = static_cast<float>(merged);

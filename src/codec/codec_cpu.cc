@@ -377,7 +377,7 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
       }
       if (n == 0) continue;
       if (call.key != nullptr) {
-        unpack_keys(format, slots, TokenSpan{0, n}, SlotsAhead{}, key_tile, key_scale);
+        unpack_keys(format, slots, TokenSpan{0, n}, key_tile, key_scale);
         finish_keys(format, n, call.unrotate_keys && format.rotated(), key_scale, key_tile);
         store_rows(call, n, rows, call.key, [&](int i, float* row) {
           const auto t = static_cast<size_t>(i);
@@ -387,7 +387,7 @@ void decode_tokens(const DecodeCall& call, int64_t begin, int64_t end, float* sc
         });
       }
       if (call.value != nullptr) {
-        unpack_values(format, slots, TokenSpan{0, n}, SlotsAhead{}, words, value_tile);
+        unpack_values(format, slots, TokenSpan{0, n}, words, value_tile);
         store_rows(call, n, rows, call.value, [&](int i, float* row) {
           const float* planar = value_tile + static_cast<size_t>(i) * pitch;
           const int num_words = head_dim / 8;

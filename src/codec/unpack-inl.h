@@ -299,7 +299,7 @@ struct SlotsAhead {
 
 template <KeyCode kKey>
 void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                     const SlotsAhead& ahead, float* key_tile, float* key_scale) {
+                     float* key_tile, float* key_scale) {
   const size_t panel = panel_tokens();
   const auto head_dim = static_cast<size_t>(format.head_dim);
   visit_span<kKey>(
@@ -311,27 +311,22 @@ void unpack_key_tile(const SlotFormat& format, const std::byte* const* slots, To
           column += panel;
         };
       },
-      [] {},
-      [&](size_t t) {
-        for (size_t i = 0; i < lane_count(); ++i) {
-          ahead.fetch(format, static_cast<int>(t + i), 0, 2);
-        }
-      });
+      [] {}, [](size_t) {});
 }
 
 // Keys of slots[t] into column t, for t in the span; other columns of the vectors touched are left
-// undefined. Fetches every other line of the slots ahead.
+// undefined.
 inline void unpack_keys(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                        const SlotsAhead& ahead, float* key_tile, float* key_scale) {
+                        float* key_tile, float* key_scale) {
   switch (format.key) {
     case KeyCode::kFp8E4M3:
-      return unpack_key_tile<KeyCode::kFp8E4M3>(format, slots, span, ahead, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4M3>(format, slots, span, key_tile, key_scale);
     case KeyCode::kFp8E4B15:
-      return unpack_key_tile<KeyCode::kFp8E4B15>(format, slots, span, ahead, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kFp8E4B15>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax4:
-      return unpack_key_tile<KeyCode::kLloydMax4>(format, slots, span, ahead, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax4>(format, slots, span, key_tile, key_scale);
     case KeyCode::kLloydMax3:
-      return unpack_key_tile<KeyCode::kLloydMax3>(format, slots, span, ahead, key_tile, key_scale);
+      return unpack_key_tile<KeyCode::kLloydMax3>(format, slots, span, key_tile, key_scale);
   }
 }
 
@@ -405,7 +400,7 @@ class ValueDecoder {
 
 template <int kBits>
 bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                       const SlotsAhead& ahead, uint32_t* words, float* value_tile) {
+                       uint32_t* words, float* value_tile) {
   const F32 df;
   const U32 du;
   const auto num_words = static_cast<size_t>(format.head_dim / 8);
@@ -430,7 +425,6 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
       for (size_t w = 0; w < num_words; ++w) row[w] = load_word(codes + w * kBits);
     }
     for (int i = 0; i < batch; ++i) {
-      ahead.fetch(format, first + i, 1, 2);
       const ValueDecoder<kBits> values(scales[first + i], zeros[first + i]);
       float* row = value_tile + static_cast<size_t>(first + i) * pitch;
       const uint32_t* row_words = words + static_cast<size_t>(i) * word_pitch;
@@ -459,10 +453,10 @@ bool unpack_value_tile(const SlotFormat& format, const std::byte* const* slots, 
 // Values of slots[t] into row t, for t in the span. False if any scale or zero is not finite.
 // `words` is scratch of tile_words(head_dim) elements. Fetches every other line of the slots ahead.
 inline bool unpack_values(const SlotFormat& format, const std::byte* const* slots, TokenSpan span,
-                          const SlotsAhead& ahead, uint32_t* words, float* value_tile) {
+                          uint32_t* words, float* value_tile) {
   return format.value == ValueCode::kUniform4
-             ? unpack_value_tile<4>(format, slots, span, ahead, words, value_tile)
-             : unpack_value_tile<3>(format, slots, span, ahead, words, value_tile);
+             ? unpack_value_tile<4>(format, slots, span, words, value_tile)
+             : unpack_value_tile<3>(format, slots, span, words, value_tile);
 }
 
 // n contiguous elements of dtype to fp32.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "kvtile/attention.h"
 #include "tests/testing/cases.h"
 #include "tests/testing/compare.h"
+#include "tests/testing/partial_states.h"
 
 namespace kvtile {
 namespace {
@@ -20,63 +22,10 @@ using testing::fails_with;
 using testing::is_ok;
 using testing::Random;
 using testing::SentinelBuffer;
+using States = testing::PartialStates;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-// States of total_q x num_heads rows, contiguous, filled by hand.
-struct States {
-  States(int n, int64_t q, int h, int d) : num(n), total_q(q), num_heads(h), head_dim(d) {
-    out.resize(static_cast<size_t>(n * q * h * d));
-    lse.resize(static_cast<size_t>(n * q * h));
-    merged_out.resize(static_cast<size_t>(q * h * d));
-    merged_lse.resize(static_cast<size_t>(q * h));
-  }
-
-  float* out_row(int state, int64_t token, int head) {
-    return out.data() + ((state * total_q + token) * num_heads + head) * head_dim;
-  }
-  float& lse_of(int state, int64_t token, int head) {
-    return lse[static_cast<size_t>((int64_t{state} * num_heads + head) * total_q + token)];
-  }
-  float merged(int64_t token, int head, int d) const {
-    return merged_out[static_cast<size_t>((token * num_heads + head) * head_dim + d)];
-  }
-  float merged_lse_of(int64_t token, int head) const {
-    return merged_lse[static_cast<size_t>(head * total_q + token)];
-  }
-
-  MergeCall call() {
-    partial.clear();
-    for (int i = 0; i < num; ++i) {
-      PartialState state;
-      state.out = out_row(i, 0, 0);
-      state.lse = &lse_of(i, 0, 0);
-      partial.push_back(state);
-    }
-    MergeCall merge;
-    merge.states = partial.data();
-    merge.num_states = num;
-    merge.total_q = total_q;
-    merge.num_heads = num_heads;
-    merge.head_dim = head_dim;
-    merge.out = merged_out.data();
-    merge.lse = merged_lse.data();
-    return merge;
-  }
-
-  int num;
-  int64_t total_q;
-  int num_heads, head_dim;
-  std::vector<float> out, lse, merged_out, merged_lse;
-  std::vector<PartialState> partial;
-};
-
-void fill_random(States* states, uint64_t seed, double spread) {
-  Random random(seed);
-  for (float& x : states->out) x = static_cast<float>(random.normal());
-  for (float& x : states->lse) x = static_cast<float>(spread * random.normal());
-}
 
 // The definition in float64.
 double expected_merge(States* states, int64_t token, int head, int d, double* lse) {
@@ -107,10 +56,11 @@ TEST(Merge, OnlyEmptyStatesGiveTheEmptyStateWhateverTheyHold) {
   }
 }
 
-TEST(Merge, OneLiveStateAmongEmptyOnesIsCopiedExactly) {
+TEST(Merge, OneLiveStateAmongEmptyOnesIsCopiedBitForBit) {
+  constexpr float kSpecial[] = {-0.0f, 0.0f, kInf, -kInf, kNaN, -kNaN, 1.0e-45f, -3.4e38f};
   for (int n : {1, 2, 3, 31, 32, 33}) {
     for (int live : {0, n / 2, n - 1}) {
-      for (float lse : {0.0f, -2.0e4f, 3.7f, 1.0e30f, -1.0e30f, -1.0e-30f}) {
+      for (float lse : {0.0f, -0.0f, -2.0e4f, 3.7f, 1.0e30f, -1.0e30f, -1.0e-30f}) {
         States states(n, 3, 2, 16);
         Random random(static_cast<uint64_t>(n));
         std::fill(states.out.begin(), states.out.end(), kNaN);
@@ -121,13 +71,14 @@ TEST(Merge, OneLiveStateAmongEmptyOnesIsCopiedExactly) {
             for (int d = 0; d < 16; ++d) {
               states.out_row(live, t, h)[d] = static_cast<float>(random.normal() * 1e4);
             }
+            std::copy_n(std::begin(kSpecial), std::size(kSpecial), states.out_row(live, t, h));
           }
         }
         ASSERT_TRUE(is_ok(merge_states(states.call())));
         EXPECT_EQ(std::memcmp(states.merged_out.data(), states.out_row(live, 0, 0),
                               states.merged_out.size() * 4),
                   0);
-        for (float x : states.merged_lse) EXPECT_EQ(x, lse);
+        for (float x : states.merged_lse) EXPECT_EQ(std::memcmp(&x, &lse, sizeof(lse)), 0) << lse;
       }
     }
   }

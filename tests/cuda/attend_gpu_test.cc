@@ -391,8 +391,12 @@ TEST(AttendGpuTest, RefusesWhatItCannotDoBeforeWriting) {
     refused([&](Call*, Run* r) { r->device = num_devices(); }, kInvalid, "device");
     refused([&](Call*, Run* r) { r->device = -2; }, kInvalid, "device");
     refused([&](Call* c, Run*) { c->cache.pages += 1; }, StatusCode::kUnsupported, "pages");
-    refused([&](Call* c, Run*) { c->cache.stride_block += 1; }, StatusCode::kUnsupported,
-            "stride_block");
+    refused(
+        [&](Call* c, Run*) {
+          c->cache.stride_block += 1;
+          c->cache.pages_bytes = 0;  // unknown: the pool would be too small for such a stride
+        },
+        StatusCode::kUnsupported, "stride_block");
     if (num_devices() > 1) {
       refused([&](Call*, Run* r) { r->device = 1; }, kInvalid, "memory of device");
     }

@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "tests/cuda/parts.h"
 #include "tests/testing/cases.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/generate.h"
@@ -15,27 +16,8 @@
 namespace kvtile::cuda {
 namespace {
 
-DeviceInfo h200() {
-  DeviceInfo device;
-  device.name = "NVIDIA H200";
-  device.arch = 90;
-  device.num_sms = 132;
-  device.shared_bytes_per_block = 232448;
-  device.shared_bytes_per_sm = 233472;
-  device.copy_gb_per_s = 4300.0;
-  return device;
-}
-
-// A smaller part: 99 KB a block, as on sm_86, sm_89 and sm_120.
-DeviceInfo small_part() {
-  DeviceInfo device = h200();
-  device.arch = 89;
-  device.num_sms = 46;
-  device.shared_bytes_per_block = 101376;
-  device.shared_bytes_per_sm = 102400;
-  device.copy_gb_per_s = 500.0;
-  return device;
-}
+using testing::h200;
+using testing::small_part;
 
 AttentionCall make_call(const SlotFormat& format, int num_kv_heads, int group, int num_seqs,
                         int64_t q_len) {

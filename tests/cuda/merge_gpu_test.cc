@@ -12,6 +12,7 @@
 #include "tests/cuda/device_buffer.h"
 #include "tests/testing/compare.h"
 #include "tests/testing/numbers.h"
+#include "tests/testing/partial_states.h"
 
 namespace kvtile {
 namespace {
@@ -23,35 +24,36 @@ using testing::is_ok;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-struct States {
-  States(int count, int64_t total_q, int heads, int head_dim, uint64_t seed) {
-    testing::Random random(seed);
+RunOptions on_the_gpu() {
+  RunOptions options;
+  options.backend = "cuda";
+  return options;
+}
+
+// Random states on both sides, some of them empty.
+struct States : testing::PartialStates {
+  States(int count, int64_t q_rows, int heads, int dim, uint64_t seed)
+      : PartialStates(count, q_rows, heads, dim) {
+    fill_random(this, seed, 20.0);
+    // An empty state's payload is never read: poison it.
     for (int i = 0; i < count; ++i) {
-      auto& o = out.emplace_back(static_cast<size_t>(total_q * heads * head_dim));
-      auto& l = lse.emplace_back(static_cast<size_t>(total_q * heads));
-      for (float& x : o) x = static_cast<float>(random.normal());
-      for (float& x : l) x = static_cast<float>(20.0 * random.normal());
-      // An empty state's payload is never read: poison it.
-      for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t t = 0; t < total_q; ++t) {
+      for (int h = 0; h < heads; ++h) {
+        for (int64_t t = 0; t < q_rows; ++t) {
           if ((t + h + i) % 3 != 0) continue;
-          l[static_cast<size_t>(h * total_q + t)] = -kInf;
-          for (int d = 0; d < head_dim; ++d) {
-            o[static_cast<size_t>((t * heads + h) * head_dim + d)] = d % 2 == 0 ? kNaN : kInf;
-          }
+          lse_of(i, t, h) = -kInf;
+          for (int d = 0; d < dim; ++d) out_row(i, t, h)[d] = d % 2 == 0 ? kNaN : kInf;
         }
       }
     }
-    for (int i = 0; i < count; ++i) {
-      host.push_back({out[static_cast<size_t>(i)].data(), lse[static_cast<size_t>(i)].data()});
-      device_out.emplace_back(out[static_cast<size_t>(i)]);
-      device_lse.emplace_back(lse[static_cast<size_t>(i)]);
-      device.push_back({device_out.back().as<float>(), device_lse.back().as<float>()});
+    device_out = DeviceBuffer(out);
+    device_lse = DeviceBuffer(lse);
+    for (int64_t i = 0; i < count; ++i) {
+      device.push_back({device_out.as<float>() + i * q_rows * heads * dim,
+                        device_lse.as<float>() + i * q_rows * heads});
     }
   }
-  std::vector<std::vector<float>> out, lse;
-  std::vector<DeviceBuffer> device_out, device_lse;
-  std::vector<PartialState> host, device;
+  DeviceBuffer device_out, device_lse;
+  std::vector<PartialState> device;
 };
 
 TEST(MergeGpuTest, AgreesWithTheCpu) {
@@ -64,24 +66,16 @@ TEST(MergeGpuTest, AgreesWithTheCpu) {
         const auto elements = static_cast<size_t>(total_q * heads * head_dim);
         const auto bytes = static_cast<size_t>(dtype_bytes(dtype));
         std::vector<std::byte> want(elements * bytes);
-        std::vector<float> want_lse(static_cast<size_t>(total_q * heads));
+        const std::vector<float>& want_lse = states.merged_lse;
         DeviceBuffer got(elements * bytes), got_lse(want_lse.size() * 4);
-        MergeCall call;
-        call.states = states.host.data();
-        call.num_states = count;
-        call.total_q = total_q;
-        call.num_heads = heads;
-        call.head_dim = head_dim;
+        MergeCall call = states.call();
         call.dtype = dtype;
         call.out = want.data();
-        call.lse = want_lse.data();
         ASSERT_TRUE(is_ok(merge_states(call)));
         call.states = states.device.data();
         call.out = got.as<>();
         call.lse = got_lse.as<float>();
-        RunOptions options;
-        options.backend = "cuda";
-        ASSERT_TRUE(is_ok(merge_states(call, options)));
+        ASSERT_TRUE(is_ok(merge_states(call, on_the_gpu())));
         const auto host = got.download(), host_lse = got_lse.download();
         EXPECT_TRUE(got.margins_intact());
         EXPECT_TRUE(got_lse.margins_intact());
@@ -107,8 +101,6 @@ TEST(MergeGpuTest, AgreesWithTheCpu) {
 
 TEST(MergeGpuTest, IdentityNaNAndAliasing) {
   const std::vector<float> a = {1.5f, -2.0f}, poison = {kNaN, kInf};
-  RunOptions options;
-  options.backend = "cuda";
   const auto merge = [&](const std::vector<std::vector<float>>& outs,
                          const std::vector<float>& lses, float* lse) {
     std::vector<DeviceBuffer> buffers;
@@ -126,7 +118,7 @@ TEST(MergeGpuTest, IdentityNaNAndAliasing) {
     call.head_dim = 2;
     call.out = buffers[0].as<>();  // a state's own buffers
     call.lse = buffers[1].as<float>();
-    EXPECT_TRUE(is_ok(merge_states(call, options)));
+    EXPECT_TRUE(is_ok(merge_states(call, on_the_gpu())));
     const auto out = buffers[0].download(), l = buffers[1].download();
     std::memcpy(lse, l.data(), 4);
     std::vector<float> result(2);
@@ -138,6 +130,12 @@ TEST(MergeGpuTest, IdentityNaNAndAliasing) {
   EXPECT_EQ(lse, 3.25f);
   EXPECT_EQ(merge({poison, a, poison}, {-kInf, 3.25f, -kInf}, &lse), a);
   EXPECT_EQ(lse, 3.25f);
+  for (const std::vector<float>& special :
+       {std::vector<float>{-0.0f, 0.0f}, {kNaN, -kNaN}, {kInf, 1.0e-45f}}) {
+    const std::vector<float> copied = merge({poison, special}, {-kInf, -0.0f}, &lse);
+    EXPECT_EQ(std::memcmp(copied.data(), special.data(), 8), 0) << special[0];
+    EXPECT_TRUE(lse == 0.0f && std::signbit(lse));
+  }
   EXPECT_EQ(merge({poison, poison}, {-kInf, -kInf}, &lse), (std::vector<float>{0.0f, 0.0f}));
   EXPECT_EQ(lse, -kInf);
   EXPECT_EQ(merge({a, {3.5f, 0.0f}}, {1.0f, 1.0f}, &lse), (std::vector<float>{2.5f, -1.0f}));
@@ -149,22 +147,18 @@ TEST(MergeGpuTest, IdentityNaNAndAliasing) {
 TEST(MergeGpuTest, RefusesTyped) {
   States states(2, 3, 2, 64, 1);
   DeviceBuffer out(3 * 2 * 64 * 4);
-  MergeCall call;
+  MergeCall call = states.call();
   call.states = states.device.data();
-  call.num_states = 2;
-  call.total_q = 3;
-  call.num_heads = 2;
-  call.head_dim = 64;
   call.out = out.as<>();
-  RunOptions options;
-  options.backend = "cuda";
+  call.lse = nullptr;
+  RunOptions options = on_the_gpu();
   ASSERT_TRUE(is_ok(merge_states(call, options)));
   MergeCall wrong = call;
-  wrong.states = states.host.data();
+  wrong.states = states.partial.data();
   EXPECT_TRUE(
       fails_with(merge_states(wrong, options), StatusCode::kInvalidArgument, "states[0].out"));
   wrong = call;
-  wrong.out = states.out[0].data();
+  wrong.out = states.out.data();
   EXPECT_TRUE(fails_with(merge_states(wrong, options), StatusCode::kInvalidArgument, "out"));
   wrong = call;
   const std::vector<PartialState> many(65, states.device[0]);

@@ -1,6 +1,6 @@
 // Cases of the rows backend and their check against a float64 decoder and attention that share no
-// code with it. On a GPU (rows_check.cu) and under the emulator (rows_emulated_test.cc) alike:
-// memory is the runtime's, and nothing here launches a kernel by itself.
+// code with it, for the emulator (rows_emulated_test.cc): memory is the runtime's, and nothing here
+// launches a kernel by itself.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,7 +24,6 @@
 #include "src/codec/codebook.h"
 #include "src/core/device.h"
 #include "src/core/half2.h"
-#include "src/core/hd.h"
 
 namespace kvtile {
 namespace rows_test {
@@ -38,8 +37,8 @@ namespace rows_test {
     }                                                                                  \
   } while (0)
 
-// 32 bits of noise from an index; the device fills pools with it and the host reproduces it.
-KVTILE_HD inline uint32_t noise(uint64_t x) {
+// 32 bits of noise from an index.
+inline uint32_t noise(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdull;
   x ^= x >> 33;
@@ -53,9 +52,8 @@ KVTILE_HD inline uint32_t noise(uint64_t x) {
 struct SlotBytes {
   int norm, value, scale, zero, bytes;  // norm < 0: none
   bool e4m3;
-  bool positive = false;  // values from 0 up
 };
-KVTILE_HD inline uint8_t slot_byte(const SlotBytes& f, uint64_t slot, int byte) {
+inline uint8_t slot_byte(const SlotBytes& f, uint64_t slot, int byte) {
   auto half = [](float x) { return float_to_half_bits(x); };
   const uint32_t n = noise(slot * 977 + 13);
   const float scale = (1.0f + 16.0f * static_cast<float>(n & 1023) / 1024.0f) / 64.0f;
@@ -69,7 +67,7 @@ KVTILE_HD inline uint8_t slot_byte(const SlotBytes& f, uint64_t slot, int byte) 
   }
   if (byte == f.zero || byte == f.zero + 1) {
     const float shift = static_cast<float>(n >> 20) / 4096.0f - 0.5f;
-    const uint16_t w = f.positive ? 0 : half(-7.5f * scale + shift);
+    const uint16_t w = half(-7.5f * scale + shift);
     return static_cast<uint8_t>(byte == f.zero ? w : w >> 8);
   }
   const uint32_t code = noise(slot * 1031 + byte) & 0xff;
@@ -344,7 +342,7 @@ inline void build(const Case& c0, Run* r, uint32_t seed) {
   call.max_q_len = c.max_q_len;
 }
 
-inline bool launch(Run* r, const DeviceInfo& device, cudaStream_t stream = nullptr) {
+inline bool launch(Run* r, const DeviceInfo& device) {
   size_t bytes = 0;
   Status status = cuda::cuda_rows_workspace_bytes(r->call, device, &bytes);
   if (status.ok()) {
@@ -352,7 +350,7 @@ inline bool launch(Run* r, const DeviceInfo& device, cudaStream_t stream = nullp
       r->workspace.resize(bytes);
       CHECK_CUDA(cudaMemset(r->workspace.data, 0xff, bytes));
     }
-    status = cuda::cuda_rows_run(r->call, {r->workspace.data, bytes}, device, stream);
+    status = cuda::cuda_rows_run(r->call, {r->workspace.data, bytes}, device, nullptr);
   }
   if (!status.ok()) std::printf("status: %s\n", status.message().c_str());
   return status.ok();

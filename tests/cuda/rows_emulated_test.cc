@@ -9,6 +9,7 @@
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 #include "src/attention/cuda/sm90/rows_pages.cuh"
+#include "tests/cuda/parts.h"
 #include "tests/cuda/rows_cases.h"
 
 namespace kvtile {
@@ -74,13 +75,10 @@ cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStre
 
 namespace rows_test {
 
+// Few SMs: few blocks to emulate.
 DeviceInfo small_device() {
-  DeviceInfo device;
-  device.name = "emulated";
-  device.arch = 90;
+  DeviceInfo device = testing::h200();
   device.num_sms = 3;
-  device.shared_bytes_per_block = 232448;
-  device.shared_bytes_per_sm = 233472;
   return device;
 }
 

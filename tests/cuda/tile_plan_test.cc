@@ -260,6 +260,25 @@ TEST(TilePlan, ScratchStaysInBoundsAndIgnoresLengths) {
   }
 }
 
+TEST(TilePlan, ScratchStaysInBoundsForEveryBatch) {
+  for (int head_dim : {64, 128, 256}) {
+    for (int num_seqs : {1, 3, 20, 64}) {
+      for (bool overlaps : {true, false}) {
+        Shape shape;
+        shape.head_dim = head_dim;
+        shape.num_kv_heads = 8;
+        AttentionCall call = make_call(shape);
+        call.num_seqs = num_seqs;
+        for (call.total_q = 1; call.total_q < 20000; call.total_q += 1 + call.total_q / 16) {
+          const TilePlan plan = make_tile_plan(call, TileDevice{132, overlaps});
+          EXPECT_LE(plan.bytes, kTileScratchBytes)
+              << head_dim << " sequences " << num_seqs << " rows " << call.total_q;
+        }
+      }
+    }
+  }
+}
+
 TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
   for (int q_len : {1, 64, 256, 500, 512, 513, 1024, 8192, 65536}) {
     Shape shape;

@@ -51,8 +51,13 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 // rounding.
 class Exp2Weight {
  public:
-  explicit Exp2Weight(VF factor)
-      : factor_(factor), least_(hn::Div(hn::Set(F32(), -125.0f), factor)) {}
+  // `least` as least_difference() gives it: a division that loops over rows make once for all.
+  Exp2Weight(VF factor, VF least) : factor_(factor), least_(least) {}
+  explicit Exp2Weight(VF factor) : Exp2Weight(factor, least_difference(factor)) {}
+
+  static HWY_INLINE VF least_difference(VF factor) {
+    return hn::Div(hn::Set(F32(), -125.0f), factor);
+  }
 
   HWY_INLINE VF operator()(VF difference) const {
     const F32 df;
@@ -252,26 +257,35 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
   const auto is_whole = [&](TokenSpan visible, size_t t) {
     return static_cast<int>(t) >= visible.begin && static_cast<int>(t + lanes) <= visible.end;
   };
+  // Most rows see every column; their loops have no test.
+  const auto sees_all = [&](TokenSpan visible) {
+    return columns.begin >= visible.begin && columns.end <= visible.end;
+  };
   const VF infinity = hn::Set(df, kInfinity);
   const VF hidden = hn::Neg(infinity);
-  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows], factor[kPaddedRows] = {};
+  alignas(64) float old_max[kPaddedRows] = {}, new_max[kPaddedRows];
+  alignas(64) float factor[kPaddedRows] = {}, least[kPaddedRows];
   RowVectors vectors;
   for (int r = 0; r < rows.count; ++r) {
     const TokenSpan visible = rows.visible[r];
     float* row = scores + r * kTileTokens;
     VF max = hidden;
-    for (size_t t = begin; t < end; t += lanes) {
-      VF s = hn::LoadU(df, row + t);
-      if (call.softcap > 0.0f) {
-        const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
-                                  hn::Set(df, call.softcap * 1.44269504f));
-        // NaN and infinity are not capped: they poison the row below.
-        s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
-        hn::StoreU(s, df, row + t);
+    if (call.softcap == 0.0f && sees_all(visible)) {
+      for (size_t t = begin; t < end; t += lanes) max = hn::Max(max, hn::LoadU(df, row + t));
+    } else {
+      for (size_t t = begin; t < end; t += lanes) {
+        VF s = hn::LoadU(df, row + t);
+        if (call.softcap > 0.0f) {
+          const VF capped = hn::Mul(tanh_score(hn::Mul(s, hn::Set(df, rows.cap[r]))),
+                                    hn::Set(df, call.softcap * 1.44269504f));
+          // NaN and infinity are not capped: they poison the row below.
+          s = hn::IfThenElse(hn::Lt(hn::Abs(s), infinity), capped, s);
+          hn::StoreU(s, df, row + t);
+        }
+        // Selection, not arithmetic: a hidden column may hold anything.
+        if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
+        max = hn::Max(max, s);
       }
-      // Selection, not arithmetic: a hidden column may hold anything.
-      if (!is_whole(visible, t)) s = hn::IfThenElse(visible_mask(visible, t), s, hidden);
-      max = hn::Max(max, s);
     }
     hn::Store(max, df, vectors.lanes[r]);
     old_max[r] = rows.max[r];
@@ -284,7 +298,10 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
     VF after = hn::Load(df, new_max + r);
     after = hn::IfThenElse(hn::Lt(before, after), after, before);  // a NaN from before stays
     hn::Store(after, df, new_max + r);
-    const VF kept = Exp2Weight(hn::Load(df, factor + r))(hn::Sub(before, after));
+    const VF factors = hn::Load(df, factor + r);
+    const VF leasts = Exp2Weight::least_difference(factors);
+    hn::Store(leasts, df, least + r);
+    const VF kept = Exp2Weight(factors, leasts)(hn::Sub(before, after));
     hn::Store(hn::IfThenZeroElse(hn::Eq(before, hidden), kept), df, decay + r);
   }
   for (int r = 0; r < rows.count; ++r) {
@@ -300,14 +317,22 @@ void softmax_rows(const AttentionCall& call, TokenSpan columns, const SoftmaxRow
       }
     } else {
       const VF maxes = hn::Set(df, new_max[r]);
-      const Exp2Weight weight(hn::Set(df, factor[r]));
-      for (size_t t = begin; t < end; t += lanes) {
-        // Subtracting before scaling keeps huge scores from overflowing and is exact near the
-        // maximum.
-        VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
-        if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
-        sum = hn::Add(sum, p);
-        hn::StoreU(p, df, row + t);
+      const Exp2Weight weight(hn::Set(df, factor[r]), hn::Set(df, least[r]));
+      // Subtracting before scaling keeps huge scores from overflowing and is exact near the
+      // maximum.
+      if (sees_all(visible)) {
+        for (size_t t = begin; t < end; t += lanes) {
+          const VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
+          sum = hn::Add(sum, p);
+          hn::StoreU(p, df, row + t);
+        }
+      } else {
+        for (size_t t = begin; t < end; t += lanes) {
+          VF p = weight(hn::Sub(hn::LoadU(df, row + t), maxes));
+          if (!is_whole(visible, t)) p = hn::IfThenElseZero(visible_mask(visible, t), p);
+          sum = hn::Add(sum, p);
+          hn::StoreU(p, df, row + t);
+        }
       }
     }
     hn::Store(sum, df, vectors.lanes[r]);
@@ -358,18 +383,17 @@ void poison_scales(TokenSpan span, float* key_scale) {
   for (int t = span.begin; t < span.end; ++t) key_scale[t] += key_scale[t] - key_scale[t];
 }
 
-void load_packed(const AttentionCall& call, const SlotsAhead& ahead, Block& block,
-                 ThreadScratch& scratch) {
+void load_packed(const AttentionCall& call, Block& block, ThreadScratch& scratch) {
   const SlotFormat& format = call.cache.format;
   if (block.direct) {
     block.finite_values = load_value_factors(format, block.slots, block.span, scratch.value_scale,
                                              scratch.value_zero);
     return;
   }
-  unpack_keys(format, block.slots, block.span, ahead, scratch.key_tile, scratch.key_scale);
+  unpack_keys(format, block.slots, block.span, scratch.key_tile, scratch.key_scale);
   poison_scales(block.span, scratch.key_scale);
   block.finite_values =
-      unpack_values(format, block.slots, block.span, ahead, scratch.words, scratch.value_tile);
+      unpack_values(format, block.slots, block.span, scratch.words, scratch.value_tile);
 }
 
 void load_raw(const AttentionCall& call, const RowTask& task, int64_t cached_len, Block& block,
@@ -458,8 +482,17 @@ void attend_block(const AttentionCall& call, const Block& block, const SlotsAhea
   const auto lanes = static_cast<int>(lane_count());
   const size_t pitch = static_cast<size_t>(value_pitch(head_dim, lanes));
   const float* queries = block.raw ? scratch.query_raw : scratch.query_rot;
+  const int num_tiles = (row_end - row_begin + kRowTile - 1) / kRowTile;
   for (int first = row_begin; first < row_end; first += kRowTile) {
     const int rows = std::min(kRowTile, row_end - first);
+    if (!block.direct) {
+      // A few slots with each row tile; reading slots directly fetches on its own.
+      const int tile = (first - row_begin) / kRowTile;
+      const int fetch_end = (tile + 1) * kTileTokens / num_tiles;
+      for (int t = tile * kTileTokens / num_tiles; t < fetch_end; ++t) {
+        ahead.fetch(call.cache.format, t, 0, 1);
+      }
+    }
     TokenSpan visible[kRowTile];
     TokenSpan all{kTileTokens, 0};
     bool uniform = true;
@@ -631,9 +664,10 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
 
   for (int lane = task.lane_begin; lane < task.lane_end; ++lane) {
     clear_states(scratch.lane, num_rows);
-    int64_t segment = low / kSegmentTokens;
-    segment += (lane - segment % kNumLanes + kNumLanes) % kNumLanes;
-    for (; segment * kSegmentTokens < high; segment += kNumLanes) {
+    const int64_t low_segment = low / kSegmentTokens;
+    const int64_t first_segment =
+        low_segment + (lane - low_segment % kNumLanes + kNumLanes) % kNumLanes;
+    for (int64_t segment = first_segment; segment * kSegmentTokens < high; segment += kNumLanes) {
       clear_states(scratch.segment, num_rows);
       const int64_t segment_end = std::min(high, (segment + 1) * kSegmentTokens);
       int64_t begin = std::max(low, segment * kSegmentTokens);
@@ -655,7 +689,7 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
           if (block.raw) {
             load_raw(call, task, cached_len, block, scratch);
           } else {
-            load_packed(call, ahead, block, scratch);
+            load_packed(call, block, scratch);
           }
           const int first_row = (head - task.kv_head_begin) * task.head_stride();
           attend_block(call, block, ahead, first_row, first_row + task.rows_per_head(), scratch);
@@ -663,7 +697,11 @@ void attend_rows(const AttentionCall& call, const RowTask& task, ThreadScratch& 
         }
         begin = end;
       }
-      merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
+      if (segment == first_segment) {
+        std::swap(scratch.segment, scratch.lane);
+      } else {
+        merge_rows(scratch.segment, scratch.lane, num_rows, head_dim, scratch.row_factor);
+      }
     }
     merge_rows(scratch.lane, scratch.total, num_rows, head_dim, scratch.row_factor);
   }

@@ -1,37 +1,46 @@
-// The CUDA rows of the backend table: what each supports, the checks of pointers and stream that
-// come before its launches, and the choice between the engines. Nothing here touches the memory the
-// pointers name.
+// The CUDA rows of the backend table: the engines, the checks of pointers and stream that come
+// before their launches, and the choice between them. Nothing here touches the memory the pointers
+// name.
 #include "src/attention/cuda/backends_cuda.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <iterator>
+#include <utility>
 
 #include "src/attention/cuda/cost.h"
 #include "src/attention/cuda/rows.h"
+#include "src/attention/cuda/supports.h"
 #include "src/attention/cuda/tile_backend.h"
-#include "src/core/cache_params.h"
 #include "src/core/device.h"
 #include "src/core/status.h"
 
 namespace kvtile {
 namespace {
 
-constexpr char kAny[] = "cuda", kRows[] = "cuda/rows", kTile[] = "cuda/tile";
+constexpr char kAny[] = "cuda";
 
-Status rows_device(const AttentionCall& call, const RunOptions& options,
-                   const DeviceInfo** device) {
-  KVTILE_RETURN_IF_ERROR(backend_device(kRows, options.device, device));
-  KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(call.cache, kRows));
-  KVTILE_RETURN_IF_ERROR(cuda::check_packed_rows(call));
-  return cuda::cuda_rows_supports(call, **device);
-}
+// What sets an engine apart; the checks before it are shared.
+struct Engine {
+  const char* name;
+  Status (*supports)(const AttentionCall& call, const DeviceInfo& device);
+  Status (*workspace_bytes)(const AttentionCall& call, const DeviceInfo& device, size_t* bytes);
+  Status (*run)(const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
+                cudaStream_t stream, int64_t* tile_tokens);
+};
 
-Status tile_device(const AttentionCall& call, const RunOptions& options,
-                   const DeviceInfo** device) {
-  KVTILE_RETURN_IF_ERROR(backend_device(kTile, options.device, device));
-  KVTILE_RETURN_IF_ERROR(cuda::check_word_cache(call.cache, kTile));
-  return cuda::cuda_tile_supports(call, **device);
-}
+// The engine for few rows, then those for any number of them: "cuda" takes the first of these that
+// supports a call.
+constexpr Engine kEngines[] = {
+    {cuda::kRowsName, cuda::cuda_rows_supports, cuda::cuda_rows_workspace_bytes,
+     [](const AttentionCall& call, Workspace workspace, const DeviceInfo& device,
+        cudaStream_t stream,
+        int64_t*) { return cuda::cuda_rows_run(call, workspace, device, stream); }},
+    {cuda::kTileName, cuda::cuda_tile_supports, cuda::cuda_tile_workspace_bytes,
+     cuda::cuda_tile_run},
+};
+constexpr const Engine& kRows = kEngines[0];
 
 Status check_pointers(const AttentionCall& call, Workspace workspace, const DeviceInfo& device) {
   struct Argument {
@@ -66,82 +75,85 @@ Status check_memory(const AttentionCall& call, Workspace workspace, const RunOpt
   return call.total_q > 0 ? check_pointers(call, workspace, device) : Status();
 }
 
-void fill_report(const char* backend, RunReport* report) {
-  if (report == nullptr) return;
-  report->backend = backend;
-  report->num_threads = 0;
+Status supports(const Engine& engine, const AttentionCall& call, const RunOptions& options,
+                const DeviceInfo** device) {
+  KVTILE_RETURN_IF_ERROR(backend_device(engine.name, options.device, device));
+  return engine.supports(call, **device);
 }
 
-Status rows_supports(const AttentionCall& call, const RunOptions& options) {
+Status workspace_of(const Engine& engine, const AttentionCall& call, const RunOptions& options,
+                    size_t* bytes) {
   const DeviceInfo* device;
-  return rows_device(call, options, &device);
+  KVTILE_RETURN_IF_ERROR(supports(engine, call, options, &device));
+  return engine.workspace_bytes(call, *device, bytes);
 }
 
-Status rows_workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
+Status run_on(const Engine& engine, const AttentionCall& call, Workspace workspace,
+              const RunOptions& options, RunReport* report) {
   const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(rows_device(call, options, &device));
-  return cuda::cuda_rows_workspace_bytes(call, *device, bytes);
-}
-
-Status rows_run(const AttentionCall& call, Workspace workspace, const RunOptions& options,
-                RunReport* report) {
-  const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(rows_device(call, options, &device));
+  KVTILE_RETURN_IF_ERROR(supports(engine, call, options, &device));
   KVTILE_RETURN_IF_ERROR(check_memory(call, workspace, options, *device));
-  fill_report(kRows, report);
+  int64_t* tile_tokens = nullptr;
+  if (report != nullptr) {
+    report->backend = engine.name;
+    report->num_threads = 0;
+    tile_tokens = &report->tile_tokens;
+  }
   const CurrentDevice current(*device);
-  return cuda::cuda_rows_run(call, workspace, *device, static_cast<cudaStream_t>(options.stream));
+  return engine.run(call, workspace, *device, static_cast<cudaStream_t>(options.stream),
+                    tile_tokens);
 }
 
-Status tile_supports(const AttentionCall& call, const RunOptions& options) {
-  const DeviceInfo* device;
-  return tile_device(call, options, &device);
-}
-
-Status tile_workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
-  const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(tile_device(call, options, &device));
-  return cuda::cuda_tile_workspace_bytes(call, *device, bytes);
-}
-
-Status tile_run(const AttentionCall& call, Workspace workspace, const RunOptions& options,
-                RunReport* report) {
-  const DeviceInfo* device;
-  KVTILE_RETURN_IF_ERROR(tile_device(call, options, &device));
-  KVTILE_RETURN_IF_ERROR(check_memory(call, workspace, options, *device));
-  fill_report(kTile, report);
-  const CurrentDevice current(*device);
-  return cuda::cuda_tile_run(call, workspace, *device, static_cast<cudaStream_t>(options.stream),
-                             report != nullptr ? &report->tile_tokens : nullptr);
+template <size_t kIndex>
+constexpr Backend backend_of() {
+  return {
+      kEngines[kIndex].name,
+      [](const AttentionCall& call, const RunOptions& options) {
+        const DeviceInfo* device;
+        return supports(kEngines[kIndex], call, options, &device);
+      },
+      [](const AttentionCall& call, const RunOptions& options, size_t* bytes) {
+        return workspace_of(kEngines[kIndex], call, options, bytes);
+      },
+      [](const AttentionCall& call, Workspace workspace, const RunOptions& options,
+         RunReport* report) { return run_on(kEngines[kIndex], call, workspace, options, report); }};
 }
 
 // The cheaper of the engines that support the call.
-Status choose(const AttentionCall& call, const RunOptions& options, const Backend** engine) {
+Status choose(const AttentionCall& call, const RunOptions& options, const Engine** chosen) {
   const DeviceInfo* device;
   KVTILE_RETURN_IF_ERROR(backend_device(kAny, options.device, &device));
-  const Status rows = rows_supports(call, options), tile = tile_supports(call, options);
-  if (!rows.ok() && !tile.ok()) return tile;
-  const bool take_rows = rows.ok() && (!tile.ok() || cuda::rows_are_cheaper(call, *device));
-  *engine = take_rows ? &kCudaRowsBackend : &kCudaTileBackend;
-  return {};
+  *chosen = nullptr;
+  Status refusal;
+  for (const Engine& engine : std::span(kEngines).subspan(1)) {
+    refusal = engine.supports(call, *device);
+    if (!refusal.ok()) continue;
+    *chosen = &engine;
+    break;
+  }
+  if (kRows.supports(call, *device).ok() &&
+      (*chosen == nullptr || cuda::rows_are_cheaper(call, *device))) {
+    *chosen = &kRows;
+  }
+  return *chosen != nullptr ? Status() : refusal;
 }
 
 Status any_supports(const AttentionCall& call, const RunOptions& options) {
-  const Backend* engine;
+  const Engine* engine;
   return choose(call, options, &engine);
 }
 
 Status any_workspace(const AttentionCall& call, const RunOptions& options, size_t* bytes) {
-  const Backend* engine;
+  const Engine* engine;
   KVTILE_RETURN_IF_ERROR(choose(call, options, &engine));
-  KVTILE_RETURN_IF_ERROR(engine->workspace_bytes(call, options, bytes));
-  if (engine == &kCudaRowsBackend) return {};
+  KVTILE_RETURN_IF_ERROR(workspace_of(*engine, call, options, bytes));
+  if (engine == &kRows) return {};
   // A smaller total_q may go to the rows engine and must fit in the same bytes.
   AttentionCall smaller = call;
   const int64_t group = call.num_heads / call.cache.num_kv_heads;
   smaller.total_q = std::min(call.total_q, cuda::kRowsMaxPackedRows / group);
   size_t rows_bytes = 0;
-  if (smaller.total_q > 0 && rows_workspace(smaller, options, &rows_bytes).ok()) {
+  if (smaller.total_q > 0 && workspace_of(kRows, smaller, options, &rows_bytes).ok()) {
     *bytes = std::max(*bytes, rows_bytes);
   }
   return {};
@@ -149,15 +161,20 @@ Status any_workspace(const AttentionCall& call, const RunOptions& options, size_
 
 Status any_run(const AttentionCall& call, Workspace workspace, const RunOptions& options,
                RunReport* report) {
-  const Backend* engine;
+  const Engine* engine;
   KVTILE_RETURN_IF_ERROR(choose(call, options, &engine));
-  return engine->run(call, workspace, options, report);
+  return run_on(*engine, call, workspace, options, report);
 }
+
+template <size_t... kIndex>
+constexpr std::array<Backend, 1 + sizeof...(kIndex)> backends(std::index_sequence<kIndex...>) {
+  return {{{kAny, any_supports, any_workspace, any_run}, backend_of<kIndex>()...}};
+}
+
+constexpr auto kBackends = backends(std::make_index_sequence<std::size(kEngines)>());
 
 }  // namespace
 
-const Backend kCudaBackend = {kAny, any_supports, any_workspace, any_run};
-const Backend kCudaRowsBackend = {kRows, rows_supports, rows_workspace, rows_run};
-const Backend kCudaTileBackend = {kTile, tile_supports, tile_workspace, tile_run};
+std::span<const Backend> cuda_backends() { return kBackends; }
 
 }  // namespace kvtile

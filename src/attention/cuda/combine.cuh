@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
     out = {out.x * shrink, out.y * shrink};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      // What an empty state holds beside its offset was never written.
+      // An empty state adds nothing, and 2^(-inf - next) may be NaN.
       if (sums[b].x == -INFINITY) continue;
       const float weight = ptx::ex2(sums[b].x - next);
       sum = fmaf(sums[b].y, weight, sum);

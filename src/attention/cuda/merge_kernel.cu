@@ -1,5 +1,6 @@
 // merge_states() on the device: one warp a row, the arithmetic of attention/merge.cc (float64,
-// states in order), so that both give the same numbers. An empty state's payload is never read.
+// states in order), so that both give the same numbers. An empty state's payload is never read; a
+// lone state that is not empty is copied.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -39,15 +40,18 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int64_t token = row / params.num_heads, head = row % params.num_heads;
     double top = -kInfinity;
     bool is_nan = false;
+    int num_live = 0, live = 0;
     for (int i = 0; i < params.num_states; ++i) {
       const MergeState& state = params.states[i];
       const double lse = state.lse[head * state.lse_stride_head + token * state.lse_stride_token];
       is_nan |= lse != lse || lse == kInfinity;
       top = fmax(top, lse);
       if (lane == 0) weight[i] = lse;
+      if (lse == -kInfinity) continue;
+      ++num_live;
+      live = i;
     }
     __syncwarp();
-    const bool empty = top == -kInfinity;
     for (int i = lane; i < params.num_states; i += 32) {
       weight[i] = weight[i] == -kInfinity ? -1.0 : exp(weight[i] - top);
     }
@@ -55,21 +59,25 @@ __global__ void __launch_bounds__(32 * kWarps)
     double total = 0.0;
     for (int i = 0; i < params.num_states; ++i) total += weight[i] < 0.0 ? 0.0 : weight[i];
     const double nan = kInfinity - kInfinity;
+    const auto element = [&](int i, int d) {
+      const MergeState& state = params.states[i];
+      return state.out[token * state.out_stride_token + head * state.out_stride_head + d];
+    };
     for (int d = lane; d < params.head_dim; d += 32) {
       double sum = 0.0;
       for (int i = 0; i < params.num_states; ++i) {
         if (weight[i] < 0.0) continue;
-        const MergeState& state = params.states[i];
-        sum += weight[i] *
-               state.out[token * state.out_stride_token + head * state.out_stride_head + d];
+        sum += weight[i] * element(i, d);
       }
-      const double value = is_nan ? nan : empty ? 0.0 : sum / total;
+      const float value = is_nan          ? static_cast<float>(nan)
+                          : num_live == 0 ? 0.0f
+                          : num_live == 1 ? element(live, d)
+                                          : static_cast<float>(sum / total);
       store_element(params.out, params.dtype,
-                    token * params.out_stride_token + head * params.out_stride_head + d,
-                    static_cast<float>(value));
+                    token * params.out_stride_token + head * params.out_stride_head + d, value);
     }
     if (params.lse != nullptr && lane == 0) {
-      const double merged = is_nan ? nan : empty ? -kInfinity : top + log(total);
+      const double merged = is_nan ? nan : num_live > 1 ? top + log(total) : top;
       params.lse[head * params.lse_stride_head + token * params.lse_stride_token] =
           static_cast<float>(merged);
     }

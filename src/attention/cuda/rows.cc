@@ -3,63 +3,18 @@
 #include "src/attention/cuda/rows.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "src/attention/cuda/rows_params.h"
 #include "src/attention/cuda/rows_plan.h"
+#include "src/attention/cuda/rows_shape.h"
 #include "src/attention/cuda/sm80/rows_launch.h"
+#include "src/attention/cuda/supports.h"
 #include "src/codec/codebook.h"
 #include "src/core/half2.h"
 #include "src/core/status.h"
 
 namespace kvtile::cuda {
 namespace {
-
-// Whether the heads of 16 tokens lie together, side by side in each token or one after the other,
-// and where a bulk copy can reach them; the layout of such a copy.
-struct ChunkLayout {
-  int copies = 0;  // 0: they do not
-  int64_t bytes = 0, head_stride = 0;
-};
-ChunkLayout chunk_layout(const PagedCache& cache) {
-  const int64_t heads = cache.num_kv_heads, slot = cache.format.slot_bytes();
-  const int64_t alignment = rows_slot_alignment(cache.format.key);
-  const auto multiple = [](int64_t x, int64_t of) { return x % of == 0; };
-  if (cache.block_size % kRowsGroupTokens != 0 || cache.stride_token < slot ||
-      cache.stride_block >= (int64_t{1} << 32) ||
-      (reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || !multiple(cache.stride_block, 16) ||
-      !multiple(cache.stride_token, alignment) || !multiple(cache.stride_head, alignment)) {
-    return {};
-  }
-  const int64_t of_head = kRowsGroupTokens * cache.stride_token;
-  if (cache.stride_head * (heads - 1) + slot <= cache.stride_token) {
-    return {1, of_head, cache.stride_head};
-  }
-  if (of_head > cache.stride_head || !multiple(cache.stride_head, 16)) return {};
-  return {cache.num_kv_heads, heads * of_head, of_head};
-}
-
-RowsPages pages_of(const AttentionCall& call, const DeviceInfo& device) {
-  const ChunkLayout layout = chunk_layout(call.cache);
-  if (layout.copies == 0) return {};
-  return rows_pages(call.cache.format, call.cache.num_kv_heads, layout.bytes,
-                    device.shared_bytes_per_block, rows_wide_table(device.arch));
-}
-
-RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
-  RowsShape shape;
-  shape.num_seqs = call.num_seqs;
-  shape.total_q = call.total_q;
-  shape.max_q_len = call.max_q_len;
-  shape.num_kv_heads = call.cache.num_kv_heads;
-  shape.group = call.num_heads / call.cache.num_kv_heads;
-  shape.head_dim = call.cache.format.head_dim;
-  shape.max_rows = rows_max_capacity(call.cache.format, device.shared_bytes_per_block,
-                                     rows_wide_table(device.arch));
-  shape.raw_chunk = call.chunk_key != nullptr;
-  shape.pages = pages_of(call, device).warps > 0;
-  return shape;
-}
 
 RowsResidency residency_of(const AttentionCall& call, const RowsShape& shape,
                            const DeviceInfo& device) {
@@ -130,7 +85,7 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
                         call.cache.stride_token < (int64_t{1} << 26) &&
                         call.cache.stride_block < (int64_t{1} << 32);
   params.page_stride = static_cast<uint32_t>(call.cache.stride_block);
-  const int step = (plan.pages ? pages.lanes : warps) * kRowsGroupTokens;
+  const int step = warps * kRowsGroupTokens;
   params.step_pages = static_cast<uint32_t>(step / call.cache.block_size);
   params.step_tokens = static_cast<uint32_t>(step % call.cache.block_size);
   params.norm_correction = format.norm_correction;
@@ -184,26 +139,6 @@ cudaError_t launch_for_format(const RowsParams& params, const SlotFormat& format
 
 }  // namespace
 
-Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
-  const int head_dim = call.cache.format.head_dim;
-  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
-    return unsupported("head_dim", head_dim, "64, 128 or 256 on CUDA");
-  }
-  const RowsShape shape = rows_shape(call, device);
-  if (shape.max_rows == 0) {
-    return unsupported("device", device.name, "more shared memory a block");
-  }
-  const RowsPlan plan = make_rows_plan(shape, device.num_sms);
-  const int64_t blocks =
-      plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
-  constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-  const int combine_blocks = call.num_heads * (head_dim / kRowsCombineDims);  // of a query
-  if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, combine_blocks)) {
-    return unsupported("total_q", call.total_q, "at most 2^31 thread blocks");
-  }
-  return {};
-}
-
 Status cuda_rows_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
                                  size_t* bytes) {
   KVTILE_RETURN_IF_ERROR(cuda_rows_supports(call, device));
@@ -225,7 +160,7 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   RowsResidency residency = residency_of(call, shape, device);
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const RowsPages pages = pages_of(call, device);
-  if (plan.pages) residency = {pages.warps, pages.shared_bytes, device.shared_bytes_per_block};
+  if (plan.pages) residency = {pages.warps, pages.shared_bytes};
   const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
   const int64_t states = tile_states * shape.num_kv_heads;
   const int64_t blocks = plan.pages ? tile_states : states;

@@ -14,9 +14,6 @@
 
 namespace kvtile::cuda {
 
-// Shape and device only; names the parameter it refuses.
-Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device);
-
 // Exact and free of lengths; monotone in total_q.
 Status cuda_rows_workspace_bytes(const AttentionCall& call, const DeviceInfo& device,
                                  size_t* bytes);

@@ -152,7 +152,6 @@ constexpr int rows_max_warps(int head_dim, int rows) {
 struct RowsResidency {
   int warps = 0;  // 0: the device cannot hold one team
   int shared_bytes = 0;
-  int shared_limit = 0;  // of a thread block of the device
 };
 
 // The most warps a block that a device holds.
@@ -163,7 +162,7 @@ inline RowsResidency rows_residency(const SlotFormat& format, int rows, int shar
   for (int warps = rows_max_warps(format.head_dim, rows); warps >= rows_min_warps(wide_table);
        warps -= sizes.team_warps) {
     const int bytes = rows_shared_bytes(sizes, warps);
-    if (bytes + kStaticBytes <= shared_per_block) return {warps, bytes, shared_per_block};
+    if (bytes + kStaticBytes <= shared_per_block) return {warps, bytes};
   }
   return {};
 }

@@ -1,7 +1,7 @@
 // What the blocks of the rows kernel share with its combine: parameters, the tile a block works on,
 // partial states, the rotated queries, and the raw chunk (plain fp32: at most a few dozen tokens).
 // A partial state of a row is (offset, l, O): O and l are sums of 2^(x - offset) over the row's
-// keys, x in log2 units; offset -inf is the empty state, whose O is never read.
+// keys, x in log2 units; offset -inf is the empty state.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +23,17 @@ struct RowsState {
 
 __device__ inline RowsState rows_state(const RowsParams& p, int64_t state, int rows, int head_dim) {
   return {p.partial_out + state * rows * head_dim, p.partial_sums + state * rows * 2};
+}
+
+// The empty state of every row, by the whole block. Its sums are zeros because the combine loads
+// them together with the offset that tells it not to use them.
+template <int kDim>
+__device__ inline void store_empty_state(const RowsState& partial, int num_rows) {
+  for (int i = threadIdx.x; i < num_rows * kDim; i += blockDim.x) partial.out[i] = 0.0f;
+  for (int row = threadIdx.x; row < num_rows; row += blockDim.x) {
+    partial.sums[2 * row] = -INFINITY;
+    partial.sums[2 * row + 1] = 0.0f;
+  }
 }
 
 // Weight of a state in a union whose offset is `high`.

@@ -66,7 +66,7 @@ struct RowsPipeline {
   int stride;          // from a group to the warp's next
   int end;             // of the groups of this pipeline
   int careful_rounds;  // until the last careful copy has left the ring
-  typename Loader::Place next;
+  RowsPlace next;
 
   // Reads pages and starts the first copies.
   __device__ RowsPipeline(const RowsParams& params, const RowsRole<Config>& warp_role,
@@ -85,7 +85,7 @@ struct RowsPipeline {
         stride(warp_role.teams * Config::kTeamWarps * kRowsGroupTokens),
         end(range.origin + end_group * kRowsGroupTokens - range.begin) {
     careful_rounds = 0;
-    typename Loader::Place places[kStages];
+    RowsPlace places[kStages];
 #pragma unroll
     for (int s = 0; s < kStages; ++s) places[s] = loader.locate(position + s * stride);
 #pragma unroll
@@ -282,20 +282,17 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     return;
   }
   if (range.first_group >= range.end_group) {
-    for (int row = threadIdx.x; row < tile.num_rows(); row += blockDim.x) {
-      partial.sums[2 * row] = -INFINITY;
-      partial.sums[2 * row + 1] = 0.0f;
-    }
+    store_empty_state<Config::kHeadDim>(partial, tile.num_rows());
     return;
   }
 
   const int epoch_groups = warps * (kRowsEpochTokens / kRowsGroupTokens);
   RowsWarp<Config> state;
-  QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
+      QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
       queries.template prepare<Config::kKey>(role.memory.query, role.memory.factors,
                                              role.memory.ranges);
       state.load_queries(role.memory.query + 16 * role.lane, role.memory.factors, role.c);

@@ -1,8 +1,7 @@
 // The body of an instance file: KVTILE_ROWS_INSTANCE(key code, value code, head_dim).
 #pragma once
 
-#include "src/attention/cuda/rows_start.cuh"
-#include "src/attention/cuda/shared_limit.h"
+#include "src/attention/cuda/launch.h"
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 #include "src/attention/cuda/sm90/rows_pages.cuh"
@@ -12,14 +11,12 @@ namespace kvtile::cuda {
 template <class Config>
 cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& residency,
                                int64_t blocks, cudaStream_t stream) {
-  void (*kernel)(RowsParams) = rows_kernel<Config>;
+  auto launch = launch_kernel<rows_kernel<Config>, RowsParams>;
   if constexpr (Config::kTiles == 1) {
-    if (params.plan.pages) kernel = rows_pages_kernel<Config>;
+    if (params.plan.pages) launch = launch_kernel<rows_pages_kernel<Config>, RowsParams>;
   }
-  const cudaError_t error = allow_shared_memory(kernel, residency.shared_limit);
-  if (error != cudaSuccess) return error;
-  return launch_rows_kernel(kernel, params, blocks, 32 * residency.warps, residency.shared_bytes,
-                            stream);
+  return launch(dim3(static_cast<unsigned>(blocks)), 32 * residency.warps,
+                static_cast<size_t>(residency.shared_bytes), params.early_launch, stream, params);
 }
 
 template <KeyCode kKey, ValueCode kValue, int kHeadDim>

@@ -69,6 +69,46 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
   return range;
 }
 
+// Where a group's first token lies: its page (-1: none) and the place in it.
+struct RowsPlace {
+  int page;
+  uint32_t offset;
+};
+
+// A walk along a sequence's table row, from a warp's group to its next.
+struct RowsWalk {
+  int index;        // in the table row
+  uint32_t offset;  // in the page
+
+  // To a place in the table row, in tokens.
+  __device__ void begin(const RowsParams& p, int at) {
+    const int block = static_cast<int>(p.a.cache.block_divisor.divisor);
+    index = at >= 0 ? at / block : -((block - 1 - at) / block);
+    offset = at - index * block;
+  }
+  // `bases`: shared address of the table row's own.
+  __device__ int page(const RowsParams& p, uint32_t bases) const {
+    if (static_cast<uint32_t>(index) >= p.table_pages) return -1;
+    return __ldg(reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases)) + index);
+  }
+  __device__ void step(const RowsParams& p) {
+    index += p.step_pages;
+    offset += p.step_tokens;
+    if (offset >= p.a.cache.block_divisor.divisor) {
+      offset -= p.a.cache.block_divisor.divisor;
+      ++index;
+    }
+  }
+};
+
+// The page of one token, `at` in the table row, or -1; `slot` is the token's place in it.
+__device__ inline int rows_page_of(const RowsParams& p, uint32_t bases, int at, uint32_t* slot) {
+  const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
+  *slot = at - block * p.a.cache.block_divisor.divisor;
+  if (at < 0 || block >= p.table_pages) return -1;
+  return __ldg(reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases)) + block);
+}
+
 // Copies groups of packed slots into a warp's ring. The page of a group is read one group ahead of
 // its copy. When a page holds whole groups, a full group is copied straight: neighbouring lanes
 // take neighbouring granules, so that a row is one or two lines to the memory system. Groups that
@@ -84,20 +124,11 @@ struct RowsLoader {
   static constexpr int kPassRows = 32 / kRowLanes;
   static constexpr int kRestLanes = kRest ? Config::kGranules - 16 : 1;
 
-  // Page of a group's first token, and where the token lies in it. Groups past the range have page
-  // 0, groups without a page -1, and only one that lies in a whole page of its own is copied from
-  // here.
-  struct Place {
-    int page;
-    uint32_t offset;
-  };
-
   const RowsParams& p;
   uint32_t bases;         // shared address of the sequence's table row and the head's first slot
   int span;               // tokens from range.begin that this block copies
   int to_table;           // from a distance to a place in the table row
-  int index;              // in the table row, of the group that is located next
-  uint32_t offset;        // of that group in its page
+  RowsWalk walk;          // at the group that is located next
   uint32_t lane_offset;   // of the lane's row and granule from the group's first slot
   uint32_t lane_target;   // the same in a stage
   uint32_t token_offset;  // of token lane mod 16
@@ -121,46 +152,32 @@ struct RowsLoader {
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens);
     span = static_cast<int>(end - range.begin);
     to_table = range.to_table;
-    const int at = distance + to_table, block = static_cast<int>(p.a.cache.block_divisor.divisor);
-    index = at >= 0 ? at / block : -((block - 1 - at) / block);
-    offset = at - index * block;
+    walk.begin(p, distance + to_table);
   }
 
   __device__ uint32_t keep(uint32_t x) const { return __shfl_sync(~0u, x, lane); }
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
-  __device__ const int32_t* table_row() const {
-    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(bases));
-  }
-
-  // Reads the page of the warp's next group, which is at `distance`. A group that is not seen has
-  // no page read for it.
-  __device__ Place locate(int distance) {
-    Place place = {0, offset};
-    if (distance < span && straight_groups) {
-      place.page = -1;
-      if (static_cast<uint32_t>(index) < p.table_pages) place.page = __ldg(table_row() + index);
-    }
-    index += p.step_pages;
-    offset += p.step_tokens;
-    if (offset >= p.a.cache.block_divisor.divisor) {
-      offset -= p.a.cache.block_divisor.divisor;
-      ++index;
-    }
+  // Reads the page of the warp's next group, which is at `distance`. A group past the range has
+  // page 0, and only one that lies in a whole page of its own is copied from here.
+  __device__ RowsPlace locate(int distance) {
+    RowsPlace place = {0, walk.offset};
+    if (distance < span && straight_groups) place.page = walk.page(p, bases);
+    walk.step(p);
     return place;
   }
 
   // Whether issue<true>() serves the group: one whole page's, clear of the pool's ends, or past the
   // range.
-  __device__ bool is_straight(int distance, const Place& place) const {
+  __device__ bool is_straight(int distance, const RowsPlace& place) const {
     const bool cut = distance < 0 || static_cast<uint32_t>(distance - (span - 15)) < 15u;
     return straight_groups && !cut && static_cast<uint32_t>(place.page) < p.straight_pages;
   }
 
   // False after a careful copy, whose rows may be marked as missing.
   template <bool kFast>
-  __device__ bool issue(int distance, const Place& place, uint32_t stage) const {
+  __device__ bool issue(int distance, const RowsPlace& place, uint32_t stage) const {
     if constexpr (!kFast) {
       if (!__all_sync(~0u, is_straight(distance, place))) {
 #pragma unroll 1
@@ -208,21 +225,13 @@ struct RowsLoader {
                    token * Config::kPitch + phase);
   }
 
-  // The token's page, or -1; `slot` is the token's place in it.
-  __device__ int page_of(int distance, uint32_t* slot) const {
-    const int at = distance + to_table;
-    const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
-    *slot = at - block * p.a.cache.block_divisor.divisor;
-    return at >= 0 && block < p.table_pages ? __ldg(table_row() + block) : -1;
-  }
-
   // By the four lanes of a token.
   __device__ void copy_carefully(int distance, uint32_t stage, int token) const {
     const int c = lane & 3;
     const uint32_t row = stage + token * Config::kPitch;
     const bool seen = sees(distance);
     uint32_t phase = 0, slot_index = 0;
-    const int page = seen ? page_of(distance, &slot_index) : -1;
+    const int page = seen ? rows_page_of(p, bases, distance + to_table, &slot_index) : -1;
     if (static_cast<uint32_t>(page) < p.pool_pages) {
       const auto* slot = reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(bases + 8)) +
                          static_cast<uint32_t>(page) * p.a.cache.stride_block +

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "src/attention/cuda/shared_limit.h"
+#include "src/attention/cuda/launch.h"
 #include "src/attention/cuda/sm80/tile.h"
 #include "src/attention/cuda/sm80/tile_fill.cuh"
 #include "src/attention/cuda/sm80/tile_prepare.cuh"
@@ -16,54 +16,35 @@ namespace {
     if (const cudaError_t error = (expr); error != cudaSuccess) return error; \
   } while (0)
 
-template <int kKeyBits, int kValueBits>
-auto fill_kernel(int head_dim) {
-  return head_dim == 64    ? tile_fill_kernel<kKeyBits, kValueBits, 64>
-         : head_dim == 128 ? tile_fill_kernel<kKeyBits, kValueBits, 128>
-                           : tile_fill_kernel<kKeyBits, kValueBits, 256>;
-}
-
-template <int kKeyBits, int kValueBits>
-size_t fill_bytes(const TilePlan& plan) {
-  return fill_dynamic_bytes(kKeyBits, fill_format(kKeyBits, kValueBits, plan.head_dim).slot_bytes(),
-                            plan.contexts);
-}
-
-// Raises the kernel's shared memory limit; the launches come after it.
-template <int kKeyBits, int kValueBits>
-cudaError_t prepare_fill(int head_dim, int shared_bytes_per_block) {
-  return allow_shared_memory(fill_kernel<kKeyBits, kValueBits>(head_dim), shared_bytes_per_block);
-}
-
-template <int kKeyBits, int kValueBits>
+template <int kKeyBits, int kValueBits, int kHeadDim>
 cudaError_t launch_fill(const TileParams& params, const TileStep& at, bool early,
                         cudaStream_t stream) {
   const TilePlan& plan = params.plan;
   const int sms = early ? std::max(1, plan.num_sms - plan.num_ctas) : plan.num_sms;
   const int blocks =
-      std::min(sms * fill_blocks_of_sm(plan.head_dim), plan.contexts * plan.image_blocks());
-  const size_t shared = fill_bytes<kKeyBits, kValueBits>(plan);
-  return launch_kernel(fill_kernel<kKeyBits, kValueBits>(plan.head_dim),
-                       dim3(static_cast<unsigned>(blocks)), fill_threads(plan.head_dim), shared,
-                       early, stream, params, at);
+      std::min(sms * fill_blocks_of_sm(kHeadDim), plan.contexts * plan.image_blocks());
+  const size_t shared = fill_dynamic_bytes(
+      kKeyBits, fill_format(kKeyBits, kValueBits, kHeadDim).slot_bytes(), plan.contexts);
+  return launch_kernel<tile_fill_kernel<kKeyBits, kValueBits, kHeadDim>>(
+      dim3(static_cast<unsigned>(blocks)), fill_threads(kHeadDim), shared, early, stream, params,
+      at);
 }
 
-struct FillOfFormat {
-  cudaError_t (*prepare)(int head_dim, int shared_bytes_per_block);
-  cudaError_t (*launch)(const TileParams& params, const TileStep& at, bool early,
-                        cudaStream_t stream);
-};
+using LaunchFill = cudaError_t (*)(const TileParams& params, const TileStep& at, bool early,
+                                   cudaStream_t stream);
 
 template <int kKeyBits, int kValueBits>
-FillOfFormat fill_of_bits() {
-  return {prepare_fill<kKeyBits, kValueBits>, launch_fill<kKeyBits, kValueBits>};
+LaunchFill fill_of_bits(int head_dim) {
+  return head_dim == 64    ? launch_fill<kKeyBits, kValueBits, 64>
+         : head_dim == 128 ? launch_fill<kKeyBits, kValueBits, 128>
+                           : launch_fill<kKeyBits, kValueBits, 256>;
 }
 
-FillOfFormat fill_of(const SlotFormat& format) {
-  return is_fp8(format.key)              ? fill_of_bits<8, 4>()
-         : key_bits(format.key) == 4     ? fill_of_bits<4, 4>()
-         : value_bits(format.value) == 4 ? fill_of_bits<3, 4>()
-                                         : fill_of_bits<3, 3>();
+LaunchFill fill_of(const SlotFormat& format) {
+  return is_fp8(format.key)              ? fill_of_bits<8, 4>(format.head_dim)
+         : key_bits(format.key) == 4     ? fill_of_bits<4, 4>(format.head_dim)
+         : value_bits(format.value) == 4 ? fill_of_bits<3, 4>(format.head_dim)
+                                         : fill_of_bits<3, 3>(format.head_dim);
 }
 
 // The step after `at` in the order of a call: steps, then row chunks, then context groups.
@@ -96,7 +77,7 @@ cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream)
 
 cudaError_t launch_tile_fill(const TileParams& params, const TileStep& at, bool early,
                              cudaStream_t stream) {
-  return fill_of(params.format).launch(params, at, early, stream);
+  return fill_of(params.format)(params, at, early, stream);
 }
 
 TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, void* workspace) {
@@ -121,9 +102,6 @@ TileParams make_tile_params(const AttentionCall& call, const TilePlan& plan, voi
 cudaError_t run_tile(const TileParams& params, int shared_bytes_per_block, cudaStream_t stream) {
   const TilePlan& plan = params.plan;
   const TileKernels& kernels = tile_kernels(plan.head_dim, shared_bytes_per_block);
-  KVTILE_RETURN_IF_CUDA_ERROR(kernels.prepare(shared_bytes_per_block));
-  KVTILE_RETURN_IF_CUDA_ERROR(
-      fill_of(params.format).prepare(plan.head_dim, shared_bytes_per_block));
   KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_sequences(params, stream));
   const bool overlaps = plan.buffers > 1;
   for (TileStep at, next; at.context_group < plan.num_context_groups; at = next) {

@@ -3,35 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include <type_traits>
-
 #include "src/attention/cuda/sm80/tile_params.h"
 
 namespace kvtile::cuda {
 
-// An early launch may start before the launches ahead of it end: its kernel waits itself for what
-// it reads (griddepcontrol, sm_90 and later).
-template <typename... Params>
-cudaError_t launch_kernel(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes,
-                          bool early, cudaStream_t stream,
-                          const std::type_identity_t<Params>&... params) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params...);
-}
-
 // Kernels compiled for one head_dim; each launch returns the launch's own error.
 struct TileKernels {
-  cudaError_t (*prepare)(
-      int shared_bytes_per_block);  // raises the shared memory limit, once a call
   cudaError_t (*attention)(const TileParams& params, const TileStep& at, int shared_bytes_per_block,
                            bool early, cudaStream_t stream);
   cudaError_t (*rotate)(const TileParams& params, const TileStep& at, cudaStream_t stream);

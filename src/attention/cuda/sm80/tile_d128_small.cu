@@ -3,5 +3,6 @@
 #include "src/attention/cuda/sm80/tile_instance.cuh"
 
 namespace kvtile::cuda {
+static_assert(TileInstance<128, 7>::kMinSharedBytes <= kTileMinSharedBytes);
 KVTILE_TILE_KERNELS(kTileKernels128Small, 128, 7);
 }  // namespace kvtile::cuda

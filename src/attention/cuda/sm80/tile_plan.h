@@ -27,6 +27,8 @@ inline constexpr int kSpanBlocks = kSpanTokens / kBlockTokens;
 inline constexpr int kTailTokens = 1024;
 inline constexpr int kTileWarps = 8;
 inline constexpr int kTileThreads = 32 * kTileWarps;
+// Of a thread block, on the parts that have the least of it; every head_dim has kernels for these.
+inline constexpr int kTileMinSharedBytes = 101376;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
 // Dequantising a token takes an SM as long as attending to it with this many rows; measured.
@@ -150,8 +152,12 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   const auto group_blocks_of = [&](int64_t contexts) {
     return std::max<int64_t>(1, std::min<int64_t>(contexts, heads) * batch_blocks);
   };
+  constexpr int64_t kSmallBytes = 1 << 16;  // tables and rounding
+  // Beside the images, which are two where dequantisation overlaps.
+  const int64_t carried_bytes =
+      std::min(kTileCarriedBytes, kTileScratchBytes - kSmallBytes - images_bytes(1, kSpanTokens));
   const int64_t affordable =
-      std::max<int64_t>(plan.num_ctas / 2, (kTileCarriedBytes - (plan.num_ctas - 1) * slot_bytes) /
+      std::max<int64_t>(plan.num_ctas / 2, (carried_bytes - (plan.num_ctas - 1) * slot_bytes) /
                                                (slot_bytes + query_bytes));
   const auto choose_contexts = [&](int64_t contexts) {
     contexts = std::clamp<int64_t>(contexts, 1, std::max<int64_t>(1, num_contexts));
@@ -167,7 +173,6 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
   };
   // Few row blocks: several contexts share a launch, so that a thread block carries the state of
   // one row block rather than of a sliver of many. Many: one context, and the longest tile.
-  constexpr int64_t kSmallBytes = 1 << 16;  // tables and rounding
   int64_t least_bytes = choose_contexts(device.num_sms / 2 / context_blocks);
   while (plan.contexts > 1 && least_bytes + kSmallBytes > kTileScratchBytes) {
     least_bytes = choose_contexts(plan.contexts - 1);

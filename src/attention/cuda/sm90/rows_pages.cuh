@@ -179,16 +179,11 @@ struct RowsPagesPipeline {
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
-  __device__ const int32_t* table_row() const {
-    return reinterpret_cast<const int32_t*>(ptx::ld_shared_u64(p.pages_memory.bases));
-  }
-
   // Page that holds the group at `distance`; -1: none, or not one.
   __device__ int locate(int distance) const {
-    const int at = distance + range.to_table;
-    if (distance >= span || at < 0 || !straight_groups) return -1;
-    const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
-    return block < p.table_pages ? __ldg(table_row() + block) : -1;
+    if (distance >= span || !straight_groups) return -1;
+    uint32_t in_page;
+    return rows_page_of(p, p.pages_memory.bases, distance + range.to_table, &in_page);
   }
 
   // By a whole warp: starts the copy of a group into the chunk of record `into`.
@@ -219,17 +214,16 @@ struct RowsPagesPipeline {
 #pragma unroll 1
     for (int token = 0; token < kRowsGroupTokens; ++token) {
       if (!sees(distance + token)) continue;
-      const int at = distance + token + range.to_table;
-      const uint32_t block = p.a.cache.block_divisor.divide(static_cast<uint32_t>(at));
-      const int page = at >= 0 && block < p.table_pages ? __ldg(table_row() + block) : -1;
+      uint32_t in_page;
+      const int page =
+          rows_page_of(p, p.pages_memory.bases, distance + token + range.to_table, &in_page);
       if (static_cast<uint32_t>(page) >= p.pool_pages) {
         lost |= 1u << token;
         continue;
       }
       const auto* slots =
           reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.pages_memory.bases + 8)) +
-          static_cast<uint32_t>(page) * p.a.cache.stride_block +
-          (at - block * p.a.cache.block_divisor.divisor) * p.a.cache.stride_token;
+          static_cast<uint32_t>(page) * p.a.cache.stride_block + in_page * p.a.cache.stride_token;
 #pragma unroll 1
       for (int h = 0; h < p.a.cache.num_kv_heads; ++h) {
         const uint32_t target =
@@ -328,10 +322,8 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       return;
     }
     if (range.first_group >= range.end_group) {
-      for (int i = threadIdx.x; i < heads * tile.num_rows(); i += blockDim.x) {
-        const RowsState partial = partial_of(i % heads);
-        partial.sums[2 * (i / heads)] = -INFINITY;
-        partial.sums[2 * (i / heads) + 1] = 0.0f;
+      for (int h = 0; h < heads; ++h) {
+        store_empty_state<Config::kHeadDim>(partial_of(h), tile.num_rows());
       }
       return;
     }
