@@ -85,7 +85,7 @@ def main():
     parser = argparse.ArgumentParser(description="Tables of the documents from measured results.")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if it would")
     parser.add_argument("documents", nargs="*",
-                        default=["docs/performance.md", "docs/quality.md", *sorted(
+                        default=["docs/performance.md", "docs/quality.md", "docs/vllm.md", *sorted(
                             str(path.relative_to(REPOSITORY))
                             for path in (REPOSITORY / "docs" / "kernels").glob("*.md"))],
                         help="relative to the repository")

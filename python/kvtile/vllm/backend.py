@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.kvtile")
 
 
 class KvtileBackend(TurboQuantAttentionBackend):
+    cache_dtype = ""  # of this process's layers
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
 
     @staticmethod
@@ -41,6 +42,16 @@ class KvtileBackend(TurboQuantAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks, block_size, num_kv_heads, head_size,
+                           cache_dtype_str="auto"):
+        shape_of = getattr(super(), "get_kv_cache_shape", None)
+        if shape_of is None:
+            raise NotImplementedError("this vLLM lays its caches out without asking")
+        # Release 0.26.0: the older of its model runners, which n-gram drafts need, says "auto".
+        return shape_of(num_blocks, block_size, num_kv_heads, head_size,
+                        cls.cache_dtype if cache_dtype_str == "auto" else cache_dtype_str)
 
     @classmethod
     def supported_kv_cache_layouts(cls):
@@ -186,6 +197,7 @@ class KvtileImpl(TurboQuantAttentionImpl):
         self._config = turboquant_attn.get_current_vllm_config()
         # The format exists, or the library says what it lacks, before anything is loaded.
         kvtile.SlotFormat(kv_cache_dtype, head_size)
+        KvtileBackend.cache_dtype = kv_cache_dtype
 
     def process_weights_after_loading(self, act_dtype):
         super().process_weights_after_loading(act_dtype)

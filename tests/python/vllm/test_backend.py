@@ -222,6 +222,20 @@ def test_what_the_host_is_told():
     assert not backend.KvtileBackend.supports_kv_cache_dtype("auto")
 
 
+def test_cache_shapes_are_the_hosts_and_auto_means_the_layers_own_dtype(monkeypatch):
+    stock = backend.TurboQuantAttentionBackend
+    monkeypatch.setattr(backend.KvtileBackend, "cache_dtype", "")
+    monkeypatch.delattr(stock, "get_kv_cache_shape", raising=False)
+    with pytest.raises(NotImplementedError):
+        backend.KvtileBackend.get_kv_cache_shape(3, 16, 7, 128)
+    monkeypatch.setattr(stock, "get_kv_cache_shape", staticmethod(lambda *asked: asked),
+                        raising=False)
+    Layer("turboquant_3bit_nc", 4, 2, 64)
+    shape = backend.KvtileBackend.get_kv_cache_shape
+    assert shape(3, 16, 7, 128, cache_dtype_str="auto") == (3, 16, 7, 128, "turboquant_3bit_nc")
+    assert shape(3, 16, 7, 128, "turboquant_k8v4") == (3, 16, 7, 128, "turboquant_k8v4")
+
+
 def test_non_causal_batches_are_refused():
     layer = Layer("turboquant_4bit_nc", 4, 2, 64)
     builder = backend.KvtileMetadataBuilder(layer.spec(16), [layer.name], host_config(layer),
