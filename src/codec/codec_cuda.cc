@@ -83,6 +83,7 @@ Status encode_slots_cuda(const EncodeCall& call, const EncodeReport* report,
   params.head_divisor = cuda::FastDivisor(static_cast<uint32_t>(call.cache.num_kv_heads));
   params.inverse_root_dim = inverse_root(format.head_dim);
   params.bfloat16 = call.dtype == DType::kBFloat16;
+  params.early_launch = device->arch >= 90;
   if (format.rotated()) {
     params.slope = cell_slope(format.head_dim);
     params.cells = make_cell_table(make_codebook(format.key, format.head_dim), params.slope);

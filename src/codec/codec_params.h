@@ -21,6 +21,7 @@ struct EncodeParams {
   FastDivisor head_divisor;
   float inverse_root_dim = 0.0f;  // 1 / sqrt(head_dim), rounded as the CPU rounds it
   bool bfloat16 = true;           // 16-bit rows: bf16, else fp16
+  bool early_launch = false;      // the device has programmatic dependent launch
   float slope = 0.0f;             // of `cells`
   CellTable cells;
 };

@@ -361,6 +361,11 @@ __global__ void __launch_bounds__(EncodeShape<kKey, kValue, kHeadDim, kWide>::kW
     }
     ptx::cp_async_commit();
   };
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  // Nothing before this is read from memory.
+  ptx::grid_dependency_launch();
+  ptx::grid_dependency_wait();
+#endif
   stage(shared.key, params.key + token * params.key_stride_token + head * params.key_stride_head);
   stage(shared.value,
         params.value + token * params.value_stride_token + head * params.value_stride_head);

@@ -12,12 +12,23 @@ namespace kvtile::cuda {
 Status launch_encode(const SlotFormat& format, DType dtype, const EncodeParams& params,
                      void* stream) {
   const bool wide = dtype == DType::kFloat32;
+  cudaError_t launched = cudaSuccess;
   const auto launch = [&](auto key, auto value, auto head_dim, auto is_wide) {
     using Shape = EncodeShape<key.value, value.value, head_dim.value, is_wide.value>;
     const uint32_t rows = Shape::kWarps * Shape::kRows;
-    encode_kernel<key.value, value.value, head_dim.value, is_wide.value>
-        <<<(params.num_items + rows - 1) / rows, Shape::kWarps * 32, 0,
-           static_cast<cudaStream_t>(stream)>>>(params);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((params.num_items + rows - 1) / rows);
+    config.blockDim = dim3(Shape::kWarps * 32);
+    config.stream = static_cast<cudaStream_t>(stream);
+    // Blocks may settle before the launch ahead has ended: a store of a few thousand tokens is two
+    // or three waves, whose last one leaves room. They wait before they read.
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &early;
+    config.numAttrs = params.early_launch ? 1 : 0;
+    launched = cudaLaunchKernelEx(
+        &config, encode_kernel<key.value, value.value, head_dim.value, is_wide.value>, params);
   };
   const Status known = for_format(format, [&](auto key, auto value, auto head_dim) {
     if (wide) {
@@ -27,7 +38,7 @@ Status launch_encode(const SlotFormat& format, DType dtype, const EncodeParams& 
     }
   });
   if (!known.ok()) return known;
-  return cuda_status("encode launch", cudaGetLastError());
+  return cuda_status("encode launch", launched);
 }
 
 }  // namespace kvtile::cuda

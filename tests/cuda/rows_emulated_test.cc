@@ -59,7 +59,8 @@ KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform4)
 KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform3)
 
 cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStream_t) {
-  const auto blocks = static_cast<unsigned>(params.a.total_q * params.a.num_heads);
+  const auto blocks =
+      static_cast<unsigned>(params.a.total_q * params.a.num_heads * (head_dim / kRowsCombineDims));
   const auto threads =
       32u * static_cast<unsigned>(std::min(kCombineMaxWarps, params.plan.num_states()));
   emulator::launch(blocks, threads, [&] {

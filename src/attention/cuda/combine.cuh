@@ -1,4 +1,5 @@
-// combine: merges the partial states of the rows kernel into out and lse, one row and head a block.
+// combine: merges the partial states of the rows kernel into out and lse, 64 dimensions of one row
+// and head a block.
 // Warps take states by index and are added in index order, so the bits depend on the plan alone.
 // Every row of out is written: rows of no sequence, or that see nothing, are zeros with lse -inf.
 #pragma once
@@ -30,12 +31,13 @@ __device__ inline void store_element(void* base, DType dtype, int64_t index, flo
 template <int kDim>
 __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
     rows_combine_kernel(const __grid_constant__ RowsParams p) {
-  constexpr int kElements = kDim / 32;
-  __shared__ float shared_out[kCombineMaxWarps][kDim];
+  constexpr int kSlices = kDim / kRowsCombineDims;
+  __shared__ float2 shared_out[kCombineMaxWarps][kRowsCombineDims / 2];
   __shared__ float shared_sum[kCombineMaxWarps], shared_high[kCombineMaxWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const int head = static_cast<int>(blockIdx.x % p.a.num_heads);
-  const int64_t row = blockIdx.x / p.a.num_heads;
+  const int slice = blockIdx.x % kSlices;
+  const int head = static_cast<int>(blockIdx.x / kSlices % p.a.num_heads);
+  const int64_t row = blockIdx.x / kSlices / p.a.num_heads;
 
   // The tile that computed the row, and the row's place in it.
   const int seq = find_sequence(p, 1, 0, row, lane);
@@ -54,10 +56,8 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
   const int tile_row = static_cast<int>(query % p.plan.queries_per_tile) * heads + in_group -
                        subtile * p.plan.heads_per_tile;
   const int states = p.plan.num_states();
-  const auto state_index = [&](int state) {
-    return ((tile * p.plan.num_subtiles + subtile) * states + state) * p.a.cache.num_kv_heads +
-           kv_head;
-  };
+  const int64_t first_state =
+      (tile * p.plan.num_subtiles + subtile) * states * p.a.cache.num_kv_heads + kv_head;
 #if __CUDA_ARCH__ >= 900
   // The launch after this one waits for its end before it reads or writes anything.
   ptx::grid_dependency_launch();
@@ -66,46 +66,45 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
 
   // The warp's share, relative to its own maximum; a batch's loads are in flight together.
   constexpr int kBatch = 9;  // 144 states at once
-  float high = -INFINITY, sum = 0.0f, out[kElements] = {};
+  float high = -INFINITY, sum = 0.0f;
+  float2 out = {0.0f, 0.0f};
   for (int first = warp; owned && first < states; first += kBatch * warps) {
-    float offset[kBatch], l[kBatch], x[kBatch][kElements];
+    float2 sums[kBatch], x[kBatch];  // sums: offset and l
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int state = first + b * warps;
+      const int state = min(first + b * warps, states - 1);
       const RowsState partial =
-          rows_state(p, state_index(min(state, states - 1)), p.plan.rows, kDim);
-      offset[b] = state < states ? partial.sums[2 * tile_row] : -INFINITY;
-      l[b] = partial.sums[2 * tile_row + 1];
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        x[b][i] = partial.out[tile_row * kDim + lane + 32 * i];
-      }
+          rows_state(p, first_state + int64_t{state} * p.a.cache.num_kv_heads, p.plan.rows, kDim);
+      sums[b] = reinterpret_cast<const float2*>(partial.sums)[tile_row];
+      x[b] = reinterpret_cast<const float2*>(partial.out + tile_row * kDim +
+                                             slice * kRowsCombineDims)[lane];
     }
     float next = high;
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) next = fmaxf(next, offset[b]);
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b * warps >= states) sums[b].x = -INFINITY;
+      next = fmaxf(next, sums[b].x);
+    }
     const float shrink = state_weight(high, next);
     sum *= shrink;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) out[i] *= shrink;
+    out = {out.x * shrink, out.y * shrink};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       // An empty state adds nothing, and 2^(-inf - next) may be NaN.
-      if (offset[b] == -INFINITY) continue;
-      const float weight = ptx::ex2(offset[b] - next);
-      sum = fmaf(l[b], weight, sum);
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) out[i] = fmaf(x[b][i], weight, out[i]);
+      if (sums[b].x == -INFINITY) continue;
+      const float weight = ptx::ex2(sums[b].x - next);
+      sum = fmaf(sums[b].y, weight, sum);
+      out = {fmaf(x[b].x, weight, out.x), fmaf(x[b].y, weight, out.y)};
     }
     high = next;
   }
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) shared_out[warp][lane + 32 * i] = out[i];
+  shared_out[warp][lane] = out;
   if (lane == 0) {
     shared_sum[warp] = sum;
     shared_high[warp] = high;
   }
   __syncthreads();
+  if (warp != 0) return;
 
   high = -INFINITY;
   for (int w = 0; w < warps; ++w) high = fmaxf(high, shared_high[w]);
@@ -119,15 +118,17 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
 
   // A row that is NaN is NaN in every element and in lse.
   const float inverse = seen ? 1.0f / sum : 0.0f;
-  const int64_t base = row * p.a.out_stride_token + head * p.a.out_stride_head;
-  for (int d = threadIdx.x; d < kDim; d += blockDim.x) {
-    float total = 0.0f;
-    for (int w = 0; w < warps; ++w) {
-      total = fmaf(shared_out[w][d], state_weight(shared_high[w], high), total);
-    }
-    store_element(p.a.out, p.a.dtype, base + d, seen ? total * inverse : 0.0f);
+  float2 total = {0.0f, 0.0f};
+  for (int w = 0; w < warps; ++w) {
+    const float weight = state_weight(shared_high[w], high);
+    const float2 x = shared_out[w][lane];
+    total = {fmaf(x.x, weight, total.x), fmaf(x.y, weight, total.y)};
   }
-  if (p.a.lse != nullptr && threadIdx.x == 0) {
+  const int64_t base =
+      row * p.a.out_stride_token + head * p.a.out_stride_head + slice * kRowsCombineDims + 2 * lane;
+  store_element(p.a.out, p.a.dtype, base, seen ? total.x * inverse : 0.0f);
+  store_element(p.a.out, p.a.dtype, base + 1, seen ? total.y * inverse : 0.0f);
+  if (p.a.lse != nullptr && slice == 0 && lane == 0) {
     constexpr float kLn2 = 0.6931471805599453f;
     p.a.lse[head * p.a.lse_stride_head + row * p.a.lse_stride_token] =
         seen ? (high + log2f(sum)) * kLn2 : -INFINITY;

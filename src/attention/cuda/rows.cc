@@ -85,7 +85,7 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
                         call.cache.stride_token < (int64_t{1} << 26) &&
                         call.cache.stride_block < (int64_t{1} << 32);
   params.page_stride = static_cast<uint32_t>(call.cache.stride_block);
-  const int step = (plan.pages ? pages.lanes : warps) * kRowsGroupTokens;
+  const int step = warps * kRowsGroupTokens;
   params.step_pages = static_cast<uint32_t>(step / call.cache.block_size);
   params.step_tokens = static_cast<uint32_t>(step % call.cache.block_size);
   params.norm_correction = format.norm_correction;

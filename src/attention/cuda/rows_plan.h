@@ -15,6 +15,7 @@ namespace kvtile::cuda {
 
 inline constexpr int kRowsMaxRows = 32;      // packed rows (query x head of the group) of one tile
 inline constexpr int kRowsGroupTokens = 16;  // tokens a warp takes at a time
+inline constexpr int kRowsCombineDims = 64;  // of a block of combine
 // Accumulators are flushed to fp32 state at least this often: the tensor core truncates.
 inline constexpr int kRowsEpochTokens = 8192;
 
@@ -59,8 +60,9 @@ inline constexpr uint32_t kRowsWideTable = 1u << 16;
 
 // Sizes in bytes of the parts of a block's shared memory.
 struct RowsSizes {
-  int query = 0;   // fp16 fragments
-  int ranges = 0;  // visible positions of each row; as much again for sums
+  int query = 0;    // fp16 fragments
+  int factors = 0;  // of each row
+  int ranges = 0;   // visible positions of each row; as much again for sums
   int team = 0, team_warps = 1;
   int table = 0;  // the key pair table; FP8 keys need none
   int table_alignment = 16;
@@ -73,6 +75,7 @@ constexpr RowsSizes rows_sizes(const SlotFormat& format, int rows, bool wide_tab
   const int ring = rows_stages(format.head_dim) * rows_stage_bytes(format.slot_bytes());
   const int state = rows_state_bytes(format.head_dim, rows);
   sizes.query = rows * format.head_dim * 2;
+  sizes.factors = rows * 4;
   sizes.ranges = rows * 8;
   sizes.team = rows_team_bytes(format.head_dim, rows);
   sizes.team_warps = rows_team_warps(format.head_dim, rows);
@@ -92,9 +95,8 @@ constexpr RowsSizes rows_sizes(const SlotFormat& format, int rows, bool wide_tab
 
 // Shared addresses of a block from `base` on, a multiple of 16.
 struct RowsMemory {
-  uint32_t bases = 0;   // of the sequence's table row and of the head's first slot
-  uint32_t factor = 0;  // of the queries, and their largest element
-  uint32_t query = 0, ranges = 0, sums = 0, teams = 0, table = 0;
+  uint32_t bases = 0;  // of the sequence's table row and of the head's first slot
+  uint32_t factors = 0, query = 0, ranges = 0, sums = 0, teams = 0, table = 0;
   uint32_t rings = 0, high_rings = 0;  // of the first warps, and of the others
   int low_warps = 0;
   uint32_t end = 0;
@@ -108,8 +110,8 @@ struct RowsMemory {
 KVTILE_HD constexpr RowsMemory rows_memory(const RowsSizes& sizes, uint32_t base, int warps) {
   RowsMemory memory;
   memory.bases = base;
-  memory.factor = base + 16;
-  memory.query = base + 32;
+  memory.factors = base + 16;
+  memory.query = memory.factors + sizes.factors;
   memory.ranges = memory.query + sizes.query;
   memory.sums = memory.ranges + sizes.ranges;
   memory.teams = memory.sums + sizes.ranges;
@@ -191,9 +193,8 @@ struct RowsPages {
 };
 
 struct RowsPagesMemory {
-  uint32_t bases = 0;    // of the sequence's table row, and of the first head's first slot
-  uint32_t factors = 0;  // each head's, and its largest element
-  uint32_t query = 0, ranges = 0, records = 0, table = 0;
+  uint32_t bases = 0;  // of the sequence's table row, and of the first head's first slot
+  uint32_t factors = 0, query = 0, ranges = 0, records = 0, table = 0;
   uint32_t chunks = 0, high_chunks = 0;  // the first ones, and the others
   int low_chunks = 0;
   uint32_t exchange = 0;  // over chunks, when all are idle
@@ -211,7 +212,7 @@ KVTILE_HD constexpr RowsPagesMemory rows_pages_memory(const RowsSizes& sizes, in
   const int count = lanes * stages;
   memory.bases = base;
   memory.factors = base + 16;
-  memory.query = memory.factors + 8 * kRowsPagesMaxHeads;
+  memory.query = memory.factors + heads * sizes.factors;
   memory.ranges = memory.query + heads * sizes.query;
   memory.records = memory.ranges + sizes.ranges;
   memory.chunks = memory.records + count * kRowsPagesRecord;

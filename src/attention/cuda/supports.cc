@@ -51,7 +51,8 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
   const int64_t blocks =
       plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-  if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, call.num_heads)) {
+  const int combine_blocks = call.num_heads * (call.cache.format.head_dim / kRowsCombineDims);
+  if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, combine_blocks)) {
     return unsupported("total_q", call.total_q, "at most 2^31 thread blocks");
   }
   return {};

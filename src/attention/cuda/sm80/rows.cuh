@@ -100,7 +100,9 @@ struct RowsPipeline {
   }
 
   __device__ void run(RowsWarp<Config>& state) {
+    constexpr int kCentreRounds = kRowsCentreSteps / Config::kTeamWarps;
     uint32_t stage = 0, fill = (kStages - 1) * Config::kStageBytes, parity = 0;
+    int rounds = 0;
     for (; team_position < end; team_position += stride, position += stride) {
       ptx::cp_async_wait<kStages - 2>();
       __syncwarp();
@@ -116,6 +118,7 @@ struct RowsPipeline {
         step<false>(state, none ? 0x7fffff00 : range.begin + position,
                     !none && range.all_visible(position), stage, fill, parity);
       }
+      if (++rounds % kCentreRounds == 0) state.centre();
       parity ^= 1;
       stage = stage + Config::kStageBytes == Config::kRingBytes ? 0 : stage + Config::kStageBytes;
       fill = fill + Config::kStageBytes == Config::kRingBytes ? 0 : fill + Config::kStageBytes;
@@ -139,10 +142,17 @@ struct RowsPipeline {
     float x[kTiles][4], e[kTiles][4];
     uint32_t weights[kTiles][2];
     typename RowsWarp<Config>::Slots slots;
-    state.template score<kFast>(tokens<kFast>(ring + stage), role.memory.table,
-                                role.memory.query + 16 * role.lane, p, role.g, role.c, x, &slots);
+    const uint32_t notes = ring + stage + kRowsGroupTokens * Config::kPitch + 4 * role.g;
+    const uint32_t note[2] = {ptx::ld_shared(notes), ptx::ld_shared(notes + 32)};
+    state.score(ring + stage + row_offset<kFast>(note[0]),
+                ring + stage + row_offset<kFast>(note[1]), role.memory.table,
+                role.memory.query + 16 * role.lane, p, role.c, x, &slots);
     uint32_t visible = ~0u;
     if constexpr (!kFast) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (static_cast<int>(note[i]) < 0) slots.key_scale[i] = NAN;
+      }
       // A stage that holds no group of this round still holds an older one, or nothing.
       if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
       visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible,
@@ -190,13 +200,6 @@ struct RowsPipeline {
     return kPresent ? note : note & 0x7fffffffu;
   }
   template <bool kPresent>
-  __device__ typename RowsWarp<Config>::Tokens tokens(uint32_t stage) const {
-    const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 4 * role.g;
-    const uint32_t note[2] = {ptx::ld_shared(notes), ptx::ld_shared(notes + 32)};
-    return {{stage + row_offset<kPresent>(note[0]), stage + row_offset<kPresent>(note[1])},
-            {static_cast<int>(note[0]) < 0, static_cast<int>(note[1]) < 0}};
-  }
-  template <bool kPresent>
   __device__ void accumulate(RowsWarp<Config>& state, uint32_t stage,
                              const uint32_t (&weights)[Config::kTiles][2]) const {
     const uint32_t notes = stage + kRowsGroupTokens * Config::kPitch + 8 * role.c;
@@ -206,7 +209,7 @@ struct RowsPipeline {
     const uint32_t first = stage + RowsWarp<Config>::value_offset(role.team_warp, role.g);
 #pragma unroll
     for (int i = 0; i < 4; ++i) rows[i] = first + row_offset<kPresent>(rows[i]);
-    state.accumulate(rows, weights, role.g);
+    state.accumulate_from(rows, role.g, weights);
   }
 
   template <bool kFast>
@@ -263,7 +266,6 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         find_rows_tile(p, block / p.plan.num_subtiles, block % p.plan.num_subtiles, role.lane);
     if (role.lane == 0) {
       tile = found;
-      ptx::st_shared(role.memory.factor + 4, 0);
       range = rows_packed_range(p, found, split);
       ptx::st_shared_u64(role.memory.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
       ptx::st_shared_u64(
@@ -286,17 +288,14 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
 
   const int epoch_groups = warps * (kRowsEpochTokens / kRowsGroupTokens);
   RowsWarp<Config> state;
-  constexpr int kMostRows = (Config::kRows - 1) / rows_min_warps(kRowsWide) + 1;
-  QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, kv_head, warp, warps,
-                                                                role.lane);
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      queries.template prepare<Config::kKey>(p, tile, role.memory.query, role.memory.ranges,
-                                             role.memory.factor, role.lane);
-      state.factor = ptx::ld_shared_float(role.memory.factor);
-      state.load_queries(role.memory.query + 16 * role.lane);
+      QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
+      queries.template prepare<Config::kKey>(role.memory.query, role.memory.factors,
+                                             role.memory.ranges);
+      state.load_queries(role.memory.query + 16 * role.lane, role.memory.factors, role.c);
     }
     state.reset();
     pipeline.run(state);

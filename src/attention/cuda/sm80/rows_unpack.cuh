@@ -63,15 +63,16 @@ struct RowsKeys;
 
 template <int kDim>
 struct RowsKeys<KeyCode::kLloydMax4, kDim> {
-  // Lane column c holds words c, c + 4, ...: eight codes, two steps.
-  static constexpr int kBlocks = kDim / 32, kBlockSteps = 2, kLaneBytes = 4;
+  // Lane column c holds half words c, c + 4, ...: four codes, one step. The four lanes of a token
+  // are two words apart at most, which spares bank conflicts whatever the tokens' distance.
+  static constexpr int kBlocks = kDim / 32, kBlockSteps = 2, kLaneBytes = 2;
   uint32_t lane_table;
 
   __device__ explicit RowsKeys(uint32_t table) : lane_table(table + 4 * (threadIdx.x & 31)) {}
 
   static __device__ FragmentPlace place(int d) {
-    const int word = d / 8;
-    return {2 * (word / 4) + d % 8 / 4, word % 4, d % 4 / 2, d % 2};
+    const int half_word = d / 4;
+    return {half_word / 4, half_word % 4, d % 4 / 2, d % 2};
   }
 
   __device__ uint32_t look_up_low(uint32_t half) const {
@@ -86,8 +87,8 @@ struct RowsKeys<KeyCode::kLloydMax4, kDim> {
   __device__ void load(uint32_t key0, uint32_t key1, int block, uint32_t (&a)[2][4]) const {
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
-      const uint32_t half0 = ptx::ld_shared_u16(key0 + 16 * block + 2 * s);
-      const uint32_t half1 = ptx::ld_shared_u16(key1 + 16 * block + 2 * s);
+      const uint32_t half0 = ptx::ld_shared_u16(key0 + 16 * block + 8 * s);
+      const uint32_t half1 = ptx::ld_shared_u16(key1 + 16 * block + 8 * s);
       a[s][0] = look_up_low(half0);
       a[s][1] = look_up_low(half1);
       a[s][2] = look_up_high(half0);
@@ -202,7 +203,7 @@ struct RowsKeys<KeyCode::kFp8E4B15, kDim> : RowsFp8Keys<KeyCode::kFp8E4B15, kDim
 // Hadamard transform of a row held as elements lane + 32 i, not normalised.
 template <int kDim>
 __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
-#pragma unroll
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
 #pragma unroll
     for (int i = 0; i < kDim / 32; ++i) {
@@ -222,99 +223,93 @@ __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
   }
 }
 
-// Queries of a tile for one KV head: read at once, then made into fp16 B fragments [pair of (step,
-// tile of 8 rows)][lane][2 x 2 registers], rotated for rotated keys, scaled by one power of two to
-// a largest element in [8, 16); with the rows' visible [begin, end), if `ranges` is not 0, and the
-// factor from dot products to log2 units. A warp takes rows first, first + step, ..., at most
-// kMost. The whole block takes part: prepare() ends with a barrier, and the word after `factor` was
-// zeroed behind one.
-template <int kDim, int kRows, int kMost>
+// Queries of a tile for one KV head: made into fp16 B fragments [pair of (step, tile of 8 rows)]
+// [lane][2 x 2 registers], rotated for rotated keys, each row scaled by a power of two to a largest
+// element in [8, 16); with each row's factor from dot products to log2 units and, if `ranges` is
+// not 0, its visible [begin, end). A warp takes rows first, first + step, ...; the first one is
+// read on construction, the others one ahead. The code runs once and cold: it is kept short.
+template <int kDim, int kRows>
 struct QueryRows {
-  int first, step;
-  float x[kMost][kDim / 32];
+  const RowsParams& p;
+  const RowsTile& tile;
+  int kv_head, first, step, lane;
+  float next[kDim / 32];
 
-  __device__ QueryRows(const RowsParams& p, const RowsTile& tile, int kv_head, int first_row,
-                       int row_step, int lane)
-      : first(first_row), step(row_step) {
+  __device__ QueryRows(const RowsParams& params, const RowsTile& rows_tile, int head, int first_row,
+                       int row_step, int lane_id)
+      : p(params), tile(rows_tile), kv_head(head), first(first_row), step(row_step), lane(lane_id) {
+    read(first);
+  }
+
+  // Rows that are not there are zeros.
+  __device__ void read(int row) {
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-#pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) x[i][k] = 0.0f;
-      const int row = first + i * step;
-      if (row < tile.num_rows()) {
-        load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, x[i]);
-      }
+    for (int k = 0; k < kDim / 32; ++k) next[k] = 0.0f;
+    if (row < tile.num_rows()) {
+      load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, next);
     }
   }
 
+  // The whole block takes part: ends with a barrier.
   template <KeyCode kKey>
-  __device__ void prepare(const RowsParams& p, const RowsTile& tile, uint32_t fragments,
-                          uint32_t ranges, uint32_t factor, int lane) {
-    float top = 0.0f;
+  __device__ void prepare(uint32_t fragments, uint32_t factors, uint32_t ranges) {
+#pragma unroll 1
+    for (int row = first; row < kRows; row += step) {
+      float x[kDim / 32];
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (first + i * step >= tile.num_rows()) break;
-      if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x[i], lane);
-#pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) {
-        const float size = fabsf(x[i][k]);
-        if (size < INFINITY) top = fmaxf(top, size);
-      }
-    }
-    top = warp_max(top);
-    if (lane == 0) ptx::max_shared(factor + 4, float_bits(top));
-    __syncthreads();
-
-    // Exponents are kept where both powers of two are normal.
-    const uint32_t top_bits = ptx::ld_shared(factor + 4);
-    const int exponent =
-        top_bits == 0 ? 0 : min(max(3 - (static_cast<int>(top_bits >> 23) - 127), -120), 120);
-    float up = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
-    const float down = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
-    if (p.a.softmax_scale < 0.0f) up = -up;
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      const int row = first + i * step;
-      if (row >= kRows) break;
+      for (int k = 0; k < kDim / 32; ++k) x[k] = next[k];
+      read(row + step);
+      if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x, lane);
+      float top = 0.0f;
       bool finite = true;
 #pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) finite = finite && fabsf(x[i][k]) < INFINITY;
+      for (int k = 0; k < kDim / 32; ++k) {
+        top = fmaxf(top, fabsf(x[k]));
+        finite = finite && fabsf(x[k]) < INFINITY;
+      }
       finite = __all_sync(~0u, finite);
-      // Places are worked out for each row: for all at once they would not fit the registers.
-      const int mine = __shfl_sync(~0u, lane, lane);
+      const uint32_t top_bits = finite ? float_bits(warp_max(top)) : 0;
+      // Exponents are kept where both powers of two are normal.
+      const int exponent =
+          top_bits == 0 ? 0 : min(max(3 - (static_cast<int>(top_bits >> 23) - 127), -120), 120);
+      float up = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+      if (p.a.softmax_scale < 0.0f) up = -up;
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) {
-        const FragmentPlace at = RowsKeys<kKey, kDim>::place(mine + 32 * k);
+        const FragmentPlace at = RowsKeys<kKey, kDim>::place(lane + 32 * k);
         const int unit = at.step * (kRows / 8) + row / 8;
         ptx::st_shared_u16(fragments + unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) +
                                unit % 2 * 8 + 4 * at.reg + 2 * at.half,
-                           finite ? float_to_half_bits(x[i][k] * up) : uint16_t{0x7e00});
+                           finite ? float_to_half_bits(x[k] * up) : uint16_t{0x7e00});
       }
-      if (lane == 0 && ranges != 0) {
-        int64_t begin = 0, end = 0;
-        if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
-        if (p.plan.raw_chunk) end = min(end, tile.cached_len);
-        const auto word = [](int64_t position) {
-          return static_cast<uint32_t>(min(max(position, int64_t{0}), int64_t{0x7fffffff}));
-        };
-        ptx::st_shared2(ranges + 8 * row, word(begin), word(end));
+      if (lane == 0) {
+        const float down = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
+        const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
+        ptx::st_shared_float(factors + 4 * row, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
+        if (ranges != 0) write_range(row, ranges + 8 * row);
       }
-    }
-    if (first == 0 && lane == 0) {
-      const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
-      ptx::st_shared_float(factor, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
     }
     __syncthreads();
   }
+
+  __device__ void write_range(int row, uint32_t range) const {
+    int64_t begin = 0, end = 0;
+    if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
+    if (p.plan.raw_chunk) end = min(end, tile.cached_len);
+    const auto word = [](int64_t position) {
+      return static_cast<uint32_t>(min(max(position, int64_t{0}), int64_t{0x7fffffff}));
+    };
+    ptx::st_shared2(range, word(begin), word(end));
+  }
 };
 
-// A fragments of V^T: registers 0, 1 are rows "even" and "odd" of dimensions 2t, 2t + 1 of the
-// lane's run for tokens 2c and 2c + 1, registers 2, 3 the same for tokens 2c + 8 and 2c + 9. kDim:
-// the dimensions of the warp. The lane's run of 2 kBlockTiles of them starts at run(block, g);
-// `rows` are the value codes of its four tokens at lane_offset(g). kWords: the slots are
-// word-aligned. centre(t, odd) is a pair of fp16 that takes kCentre off every code when it meets
-// the same weights: sums then stay as small as the values' spread, and the tensor core's truncation
-// with them. decode(even, odd) turns two accumulators into centred sums of codes.
+// A fragments of V^T: registers 0, 1 are rows "even" and "odd" of dimensions dim(t, g) and
+// dim(t, g) + 1 for tokens 2c and 2c + 1, registers 2, 3 the same for tokens 2c + 8 and 2c + 9.
+// kDim: the dimensions of the warp. The lane's run of 2 kBlockTiles of them starts at run(block,
+// g); `rows` are the value codes of its four tokens at lane_offset(g). kWords: the slots are
+// word-aligned. fetch() reads them and pairs tokens, unpack() makes fragments. centre(t, odd) times
+// the sum of the weights takes kCentre off every code; decode(even, odd) turns two accumulators
+// into centred sums of codes.
 template <ValueCode kValue, int kDim, bool kWords>
 struct RowsValues;
 
@@ -322,18 +317,25 @@ template <int kDim, bool kWords>
 struct RowsValues<ValueCode::kUniform4, kDim, kWords> {
   static constexpr float kCentre = 8.0f;
   static constexpr int kBlocks = kDim / 64, kBlockTiles = 4, kSpanBytes = kDim / 2;
+  static constexpr int kPairWords = 4;
 
-  static __device__ uint32_t lane_offset(int g) { return 4 * g; }
-  static __device__ int run(int block, int g) { return 8 * (g + 8 * block); }
+  static __device__ uint32_t lane_offset(int g) { return kWords ? 4 * g : 2 * g; }
+  // Half words of a lane are 16 bytes apart: see the keys.
+  static __device__ int dim(int tile, int g) {
+    const int block = tile / 4, t = tile % 4;
+    return kWords ? 8 * (g + 8 * block) + 2 * t : 64 * block + 32 * (t / 2) + 4 * g + 2 * (t % 2);
+  }
 
   // The even row holds a whole byte, code 2t + 16 code 2t + 1; the odd row its upper half.
-  static __device__ uint32_t centre(int, int odd) { return odd != 0 ? 0x80808080u : 0x80888088u; }
+  static __device__ float centre(int, int odd) { return odd != 0 ? -0x1p-17f : -0x1.1p-17f; }
   static __device__ void decode(int, float even, float odd, float* low, float* high) {
     *low = (even - odd) * 0x1p24f;
     *high = odd * 0x1p20f;
   }
 
-  static __device__ void load(const uint32_t (&rows)[4], int block, int, uint32_t (&a)[4][4]) {
+  // A byte of each of two tokens, a half apart.
+  static __device__ void fetch(const uint32_t (&rows)[4], int block, int,
+                               uint32_t (&pairs)[2][kPairWords]) {
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
       uint32_t codes[2][2];  // [token][half]
@@ -344,20 +346,26 @@ struct RowsValues<ValueCode::kUniform4, kDim, kWords> {
           codes[t][0] = ptx::ld_shared(row);
         } else {
           codes[t][0] = ptx::ld_shared_u16(row);
-          codes[t][1] = ptx::ld_shared_u16(row + 2);
+          codes[t][1] = ptx::ld_shared_u16(row + 16);
         }
       }
 #pragma unroll
       for (int byte = 0; byte < 4; ++byte) {
-        uint32_t both;
-        if constexpr (kWords) {
-          // Bytes `byte` of both tokens, a half apart; what lies between is masked off.
-          both = ptx::prmt(codes[0][0], codes[1][0], byte * 0x1111 + 0x4400) & 0x00ff00ffu;
-        } else {
-          both = ptx::prmt(codes[0][byte / 2], codes[1][byte / 2], byte % 2 == 0 ? 0x2420 : 0x2521);
-        }
-        a[byte][2 * pair] = both;
-        a[byte][2 * pair + 1] = both & 0x00f000f0u;
+        // In whole words, what lies between the bytes is masked off.
+        pairs[pair][byte] =
+            kWords ? ptx::prmt(codes[0][0], codes[1][0], byte * 0x1111 + 0x4400) & 0x00ff00ffu
+                   : ptx::prmt(codes[0][byte / 2], codes[1][byte / 2],
+                               byte % 2 == 0 ? 0x2420 : 0x2521);
+      }
+    }
+  }
+  static __device__ void unpack(const uint32_t (&pairs)[2][kPairWords], uint32_t (&a)[4][4]) {
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        a[byte][2 * pair] = pairs[pair][byte];
+        a[byte][2 * pair + 1] = pairs[pair][byte] & 0x00f000f0u;
       }
     }
   }
@@ -368,18 +376,20 @@ struct RowsValues<ValueCode::kUniform3, kDim, false> {
   static constexpr float kCentre = 4.0f;
   static constexpr int kRun = kDim == 64 ? 8 : 16;
   static constexpr int kBlocks = kDim / (8 * kRun), kBlockTiles = kRun / 2;
-  static constexpr int kSpanBytes = kDim * 3 / 8;
+  static constexpr int kSpanBytes = kDim * 3 / 8, kPairWords = 3;
 
   static __device__ uint32_t lane_offset(int g) { return kRun == 16 ? 6 * g : 3 * g & ~1; }
-  static __device__ int run(int block, int g) { return kRun * (g + 8 * block); }
+  static __device__ int dim(int tile, int g) {
+    return kRun * (g + 8 * (tile / kBlockTiles)) + 2 * (tile % kBlockTiles);
+  }
 
   // Bit at which code n of a run is left in its half: 0 3 6 0 3 0 2 5 0 3 0 1 4 7 0 3, a digit
   // each.
   static __device__ int shift(int n) {
     return static_cast<int>(0x3074103052030630ull >> (4 * n)) & 15;
   }
-  static __device__ uint32_t centre(int tile, int odd) {
-    return 0x80008000u | (0x00040004u << shift(2 * (tile % kBlockTiles) + odd));
+  static __device__ float centre(int tile, int odd) {
+    return -kCentre / unit(2 * (tile % kBlockTiles) + odd);
   }
   static __device__ void decode(int tile, float even, float odd, float* low, float* high) {
     *low = even * unit(2 * (tile % kBlockTiles));
@@ -389,11 +399,12 @@ struct RowsValues<ValueCode::kUniform3, kDim, false> {
     return bits_float(static_cast<uint32_t>(127 + 24 - shift(n)) << 23);
   }
 
-  static __device__ void load(const uint32_t (&rows)[4], int block, int g,
-                              uint32_t (&a)[kBlockTiles][4]) {
+  // Halves of the run, token 2c low and 2c + 1 high.
+  static __device__ void fetch(const uint32_t (&rows)[4], int block, int g,
+                               uint32_t (&pairs)[2][kPairWords]) {
 #pragma unroll
     for (int pair = 0; pair < 2; ++pair) {
-      uint32_t x[3] = {};  // halves of the run, token 2c low and 2c + 1 high
+      uint32_t(&x)[kPairWords] = pairs[pair];
       if constexpr (kRun == 16) {
 #pragma unroll
         for (int h = 0; h < 3; ++h) {
@@ -412,7 +423,15 @@ struct RowsValues<ValueCode::kUniform3, kDim, false> {
         }
         x[0] = permute_bytes(run[0], run[1], 0x5410);
         x[1] = permute_bytes(run[0], run[1], 0x7632) & 0x00ff00ffu;
+        x[2] = 0;
       }
+    }
+  }
+  static __device__ void unpack(const uint32_t (&pairs)[2][kPairWords],
+                                uint32_t (&a)[kBlockTiles][4]) {
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const uint32_t(&x)[kPairWords] = pairs[pair];
       uint32_t codes[16];
       codes[0] = x[0] & 0x00070007u;
       codes[1] = x[0] & 0x00380038u;

@@ -17,6 +17,8 @@ namespace kvtile::cuda {
 // maximum moves when a weight passes kRowsWeightLimit.
 inline constexpr float kRowsWeightBits = 12.0f;
 inline constexpr float kRowsWeightLimit = 32768.0f;
+// Groups whose values are added before the middle code is taken off the accumulators.
+inline constexpr int kRowsCentreSteps = 8;
 
 // Largest over the eight lanes that hold a row.
 __device__ inline float column_max(float x) {
@@ -48,8 +50,9 @@ struct RowsWarp {
   using Values = RowsValues<Config::kValue, Config::kWarpDims, Config::kSlotAlignment == 4>;
 
   float o[kOutTiles][kTiles][4];
+  float weight_sum[kTiles][4];  // of the rounded weights since o was centred; two and two are equal
   float l[kTiles][2], z[kTiles][2];
-  float factor;             // log2 units per dot product
+  float factor[kTiles][2];  // log2 units per dot product
   float offset[kTiles][2];  // subtracted in the exponent: maximum - kRowsWeightBits; +inf: none yet
   float limit;              // power of two not below the finite value scales so far
   float ceiling;            // of a pair of weights; below zero while some row has no maximum
@@ -64,6 +67,8 @@ struct RowsWarp {
         for (int i = 0; i < 4; ++i) o[m][n][i] = 0.0f;
       }
 #pragma unroll
+      for (int i = 0; i < 4; ++i) weight_sum[n][i] = 0.0f;
+#pragma unroll
       for (int r = 0; r < 2; ++r) {
         l[n][r] = z[n][r] = 0.0f;
         offset[n][r] = INFINITY;
@@ -73,8 +78,15 @@ struct RowsWarp {
     ceiling = -1.0f;
   }
 
-  // `query_shared`: the lane's part of the fragments.
-  __device__ void load_queries(uint32_t query_shared) {
+  // `query_shared`: the lane's part of the fragments. `factors`: of the rows.
+  __device__ void load_queries(uint32_t query_shared, uint32_t factors, int c) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        factor[n][r] = ptx::ld_shared_float(factors + 32 * n + 8 * c + 4 * r);
+      }
+    }
     if constexpr (Config::kQueryInRegisters) {
 #pragma unroll
       for (int u = 0; u < kSteps * kTiles; ++u) {
@@ -88,24 +100,14 @@ struct RowsWarp {
     float key_scale[2], value_scale[2], value_zero[2];
   };
 
-  // Where the lane's tokens g and g + 8 lie, and whether they are visible without a page.
-  struct Tokens {
-    uint32_t slot[2];
-    bool lost[2];
-  };
-
-  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. kPresent: no
-  // token is lost.
-  template <bool kPresent>
-  __device__ void score(const Tokens& tokens, uint32_t table, uint32_t query_shared,
-                        const RowsParams& p, int g, int c, float (&dot)[kTiles][4],
-                        Slots* slots) const {
-    const uint32_t slot0 = tokens.slot[0], slot1 = tokens.slot[1];
+  // Dot products of the warp's 16 tokens with its rows, and the slots' constants. The lane's tokens
+  // g and g + 8 lie at `slot0` and `slot1`.
+  __device__ void score(uint32_t slot0, uint32_t slot1, uint32_t table, uint32_t query_shared,
+                        const RowsParams& p, int c, float (&dot)[kTiles][4], Slots* slots) const {
     // One column tile alone would be a chain of dependent products.
     constexpr int kChains = kTiles == 1 ? 2 : 1;
     float chains[kChains][kTiles][4] = {};
-    constexpr int kNorms = Config::kQueryInRegisters ? 1 : 2;
-    float norm0[kNorms][4] = {}, norm1[kNorms][4] = {};
+    float norms[4] = {};
     const Keys keys(table);
     // The loop of a wide head would not fit the instruction cache.
     constexpr int kUnroll = kDim <= 128 ? Keys::kBlocks : (Keys::kBlocks + 1) / 2;
@@ -113,7 +115,7 @@ struct RowsWarp {
     const uint32_t key0 = slot0 + Keys::kLaneBytes * c, key1 = slot1 + Keys::kLaneBytes * c;
 #pragma unroll kUnroll
     for (int block = 0; block < Keys::kBlocks; ++block) {
-      uint32_t a[Keys::kBlockSteps][4];
+      uint32_t a[Keys::kBlockSteps][4], squares[2];
       keys.load(key0, key1, block, a);
 #pragma unroll
       for (int s = 0; s < Keys::kBlockSteps; ++s) {
@@ -125,12 +127,17 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2 on the diagonal of K K^T. Halves of a fragment are their own B operand; a whole
-          // one would have to be moved into place.
-          ptx::mma_m16n8k8(norm0[0], a[s][0], a[s][1], a[s][0]);
-          ptx::mma_m16n8k8(norm1[0], a[s][0], a[s][1], a[s][1]);
-          ptx::mma_m16n8k8(norm0[kNorms - 1], a[s][2], a[s][3], a[s][2]);
-          ptx::mma_m16n8k8(norm1[kNorms - 1], a[s][2], a[s][3], a[s][3]);
+          // |k|^2: four squares a half in fp16, the rest by the tensor core, which leaves the sum
+          // with every lane of the token.
+#pragma unroll
+          for (int t = 0; t < 2; ++t) {
+            squares[t] =
+                s % 2 == 0 ? half2_mul(a[s][t], a[s][t]) : half2_fma(a[s][t], a[s][t], squares[t]);
+            squares[t] = half2_fma(a[s][t + 2], a[s][t + 2], squares[t]);
+          }
+          if (s % 2 == 1) {
+            ptx::mma_m16n8k8(norms, squares[0], squares[1], half2_broadcast(0x3c00));
+          }
         }
       }
     }
@@ -143,26 +150,16 @@ struct RowsWarp {
     }
 
     if constexpr (kRotatedKeys<Config::kKey>) {
-      float square0 = (g & 1) != 0 ? norm0[0][1] : norm0[0][0];
-      float square1 = (g & 1) != 0 ? norm1[0][3] : norm1[0][2];
-      if constexpr (kNorms == 2) {
-        square0 += (g & 1) != 0 ? norm0[1][1] : norm0[1][0];
-        square1 += (g & 1) != 0 ? norm1[1][3] : norm1[1][2];
-      }
-      const int owner = 4 * g + (g >> 1);
-      float inverse0 = ptx::rsqrt(__shfl_sync(~0u, square0, owner));
-      float inverse1 = ptx::rsqrt(__shfl_sync(~0u, square1, owner));
+      float inverse0 = ptx::rsqrt(norms[0]), inverse1 = ptx::rsqrt(norms[2]);
       if (!p.norm_correction) inverse0 = inverse1 = p.key_gain;
       const float stored0 = ptx::ld_shared_half(slot0 + Config::kNormOffset);
       const float stored1 = ptx::ld_shared_half(slot1 + Config::kNormOffset);
       // A non-finite norm word makes every reader NaN, whatever the sign of its dot product.
-      slots->key_scale[0] = fmaf(stored0, 0.0f, stored0 * (inverse0 * factor));
-      slots->key_scale[1] = fmaf(stored1, 0.0f, stored1 * (inverse1 * factor));
+      slots->key_scale[0] = fmaf(stored0, 0.0f, stored0 * inverse0);
+      slots->key_scale[1] = fmaf(stored1, 0.0f, stored1 * inverse1);
     } else {
-      slots->key_scale[0] = slots->key_scale[1] = factor;
+      slots->key_scale[0] = slots->key_scale[1] = 1.0f;
     }
-    if (!kPresent && tokens.lost[0]) slots->key_scale[0] = NAN;
-    if (!kPresent && tokens.lost[1]) slots->key_scale[1] = NAN;
     slots->value_scale[0] = ptx::ld_shared_half(slot0 + Config::kScaleOffset);
     slots->value_scale[1] = ptx::ld_shared_half(slot1 + Config::kScaleOffset);
     slots->value_zero[0] = fmaf(slots->value_scale[0], Values::kCentre,
@@ -200,7 +197,7 @@ struct RowsWarp {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] *= slots.key_scale[i / 2];
+      for (int i = 0; i < 4; ++i) x[n][i] *= slots.key_scale[i / 2] * factor[n][i % 2];
     }
   }
 
@@ -238,8 +235,9 @@ struct RowsWarp {
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        e[n][i] = ptx::ex2(kMasked ? x[n][i] - offset[n][i % 2]
-                                   : fmaf(x[n][i], slots.key_scale[i / 2], -offset[n][i % 2]));
+        e[n][i] = ptx::ex2(
+            kMasked ? x[n][i] - offset[n][i % 2]
+                    : fmaf(x[n][i], slots.key_scale[i / 2] * factor[n][i % 2], -offset[n][i % 2]));
         if (kMasked && ((visible >> (4 * n + i)) & 1) == 0) e[n][i] = 0.0f;
       }
       high = fmaxf(high, fmaxf(e[n][0] + e[n][2], e[n][1] + e[n][3]));
@@ -359,6 +357,8 @@ struct RowsWarp {
         o[m][n][2] *= change[0];
         o[m][n][3] *= change[1];
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weight_sum[n][i] *= change[i % 2];
     }
     ceiling = __any_sync(~0u, none) ? -1.0f : kRowsWeightLimit;
   }
@@ -368,31 +368,81 @@ struct RowsWarp {
     return Config::kValueOffset + Values::lane_offset(g) + team_warp * Values::kSpanBytes;
   }
 
-  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions. `value_rows`: the lane's
-  // places in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
-  __device__ void accumulate(const uint32_t (&value_rows)[4], const uint32_t (&weights)[kTiles][2],
-                             int g) {
+  // The values of 16 tokens as read: the lane's part of the warp's dimensions.
+  using FetchedValues = uint32_t[Values::kBlocks][2][Values::kPairWords];
+
+  // `rows`: the lane's places in tokens 2c, 2c + 1, 2c + 8 and 2c + 9.
+  static __device__ void fetch_values(const uint32_t (&rows)[4], int g, FetchedValues& values) {
 #pragma unroll
     for (int block = 0; block < Values::kBlocks; ++block) {
-      uint32_t a[Values::kBlockTiles][4];
-      Values::load(value_rows, block, g, a);
+      Values::fetch(rows, block, g, values[block]);
+    }
+  }
+
+  // O^T += V^T P^T for 16 tokens of the team: the warp's dimensions.
+  __device__ void accumulate(const FetchedValues& values, const uint32_t (&weights)[kTiles][2]) {
 #pragma unroll
-      for (int t = 0; t < Values::kBlockTiles; ++t) {
-        const uint32_t even = Values::centre(t, 0), odd = Values::centre(t, 1);
-        const uint32_t centre[4] = {even, odd, even, odd};
+    for (int block = 0; block < Values::kBlocks; ++block) {
+      accumulate_block(block, values[block], weights);
+    }
+    add_weights(weights);
+  }
+
+  // The same, of values that are read as they are needed.
+  __device__ void accumulate_from(const uint32_t (&rows)[4], int g,
+                                  const uint32_t (&weights)[kTiles][2]) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          float(&sum)[4] = o[block * Values::kBlockTiles + t][n];
-          ptx::mma_m16n8k16(sum, centre, weights[n][0], weights[n][1]);
-          ptx::mma_m16n8k16(sum, a[t], weights[n][0], weights[n][1]);
+    for (int block = 0; block < Values::kBlocks; ++block) {
+      uint32_t values[2][Values::kPairWords];
+      Values::fetch(rows, block, g, values);
+      accumulate_block(block, values, weights);
+    }
+    add_weights(weights);
+  }
+
+  __device__ void accumulate_block(int block, const uint32_t (&values)[2][Values::kPairWords],
+                                   const uint32_t (&weights)[kTiles][2]) {
+    uint32_t a[Values::kBlockTiles][4];
+    Values::unpack(values, a);
+#pragma unroll
+    for (int t = 0; t < Values::kBlockTiles; ++t) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        ptx::mma_m16n8k16(o[block * Values::kBlockTiles + t][n], a[t], weights[n][0],
+                          weights[n][1]);
+      }
+    }
+  }
+
+  __device__ void add_weights(const uint32_t (&weights)[kTiles][2]) {
+    constexpr uint32_t kOne = half2_broadcast(0x3c00), kOnes[4] = {kOne, kOne, kOne, kOne};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      ptx::mma_m16n8k16(weight_sum[n], kOnes, weights[n][0], weights[n][1]);
+    }
+  }
+
+  // Takes the middle code off what was added since the last time: called every kRowsCentreSteps
+  // times 16 tokens, it keeps what the tensor core truncates as small as the values' spread.
+  __device__ void centre() {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int m = 0; m < kOutTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          o[m][n][i] = fmaf(Values::centre(m, i / 2), weight_sum[n][i % 2], o[m][n][i]);
         }
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weight_sum[n][i] = 0.0f;
     }
   }
 
   // Accumulators to plain sums of weight * value, row sums over lanes and team.
   template <class SyncTeam>
   __device__ void finish(uint32_t scratch, int team_warp, int g, int c, const SyncTeam& sync_team) {
+    centre();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -517,7 +567,7 @@ struct RowsWarp {
         if (!owned) continue;
 #pragma unroll
         for (int m = 0; m < kOutTiles; ++m) {
-          const int d = Values::run(m / Values::kBlockTiles, g) + 2 * (m % Values::kBlockTiles);
+          const int d = Values::dim(m, g);
           float2* out = reinterpret_cast<float2*>(partial.out + row * kDim + d);
           float2 x = {o[m][n][r] * mine, o[m][n][r + 2] * mine};
           if (merge) {
@@ -552,8 +602,7 @@ __device__ void merge_teams(const RowsMemory& memory, int teams, const RowsState
     const int team_warp = item / (2 * kOutTiles * kTiles);
     const int row = 8 * n + 2 * c + r;
     if (row >= tile.num_rows()) continue;
-    const int d = team_warp * Config::kWarpDims + Values::run(m / Values::kBlockTiles, g) +
-                  2 * (m % Values::kBlockTiles);
+    const int d = team_warp * Config::kWarpDims + Values::dim(m, g);
     const auto state_of = [&](int t) {
       return memory.ring(t * Config::kTeamWarps + team_warp, kWarpBytes) + 4 * lane;
     };

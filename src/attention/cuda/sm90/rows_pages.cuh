@@ -19,11 +19,10 @@ namespace kvtile::cuda {
 
 #if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
 
-// A chunk's record: barrier, address, note, how many warps have left it, and the place of the first
-// group it takes. A note that is not 0 marks a chunk filled by hand; its low bits, tokens that are
-// visible but have no page.
+// A chunk's record: barrier, address, note, and how many warps have left it. A note that is not 0
+// marks a chunk filled by hand; its low bits, tokens that are visible but have no page.
 struct RowsRecord {
-  static constexpr int kAddress = 8, kNote = 12, kLeft = 16, kPlace = 24;
+  static constexpr int kAddress = 8, kNote = 12, kLeft = 16;
   static constexpr uint32_t kByHand = 1u << 16;
 };
 
@@ -32,19 +31,22 @@ struct RowsRecord {
 template <class Config>
 struct RowsPagesPipeline {
   using Warp = RowsWarp<Config>;
+  // Wide accumulators leave no room for values that are read ahead.
+  static constexpr bool kReadAhead = Config::kHeadDim <= 128;
 
   const RowsParams& p;
   const RowsRange& range;
-  int lane, g, c, head;
-  uint32_t records, records_end;  // of the warp's lane of pages
-  uint32_t key_offset;            // of token g's slot in a chunk
-  uint32_t value_offset;          // of the lane's values of token 2c in a chunk
+  int lane, g, c, head, page_lane;
+  uint32_t records;       // of the warp's lane of pages
+  uint32_t key_offset;    // of token g's slot in a chunk
+  uint32_t value_offset;  // of the lane's values of token 2c in a chunk
   uint32_t query;
-  bool straight_groups;
+  bool straight_groups;  // what lies in one page of its own can be copied whole
   // Of the epoch.
-  int position, stride, span;
-  RowsWalk walk;  // at the group that is located next
-  RowsPlace next;
+  int position, span;
+  // Pages of the 32 groups that hold the next one to be copied, and of the 32 after: lane by lane.
+  int pages, next_pages;
+  int copied;  // groups that a copy was started for
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
 
@@ -52,10 +54,8 @@ struct RowsPagesPipeline {
                                const RowsRange& keys, int warp, int lane_id)
       : p(params), range(keys), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
     head = warp % p.a.cache.num_kv_heads;
-    const int page_lane = warp / p.a.cache.num_kv_heads;
-    const int bytes = p.pages.stages * kRowsPagesRecord;
-    records = record = p.pages_memory.records + page_lane * bytes;
-    records_end = records + bytes;
+    page_lane = warp / p.a.cache.num_kv_heads;
+    records = record = p.pages_memory.records + page_lane * p.pages.stages * kRowsPagesRecord;
     const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
     key_offset = keep(head * p.chunk_head_stride + g * stride_token);
     value_offset =
@@ -69,127 +69,136 @@ struct RowsPagesPipeline {
 
   // Reads pages and starts the first copies.
   __device__ void start(int first_group, int end_group) {
-    const int page_lane =
-        static_cast<int>(records - p.pages_memory.records) / (p.pages.stages * kRowsPagesRecord);
-    stride = p.pages.lanes * kRowsGroupTokens;
     position = range.origin - range.begin + (first_group + page_lane) * kRowsGroupTokens;
     span = static_cast<int>(
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens) -
         range.begin);
-    walk.begin(p, position + range.to_table);
-    // All pages are asked for before one is waited for.
-    uint32_t filled = record;
-#pragma unroll
-    for (int s = 0; s < kRowsPagesMaxStages; ++s) {
-      if (s >= p.pages.stages) break;
-      const RowsPlace place = locate(position + s * stride);
-      if (head == 0) {
-        ptx::st_shared2(filled + RowsRecord::kPlace, static_cast<uint32_t>(place.page),
-                        place.offset);
-      }
-      filled = after(filled);
-    }
-    next = locate(position + p.pages.stages * stride);
+    pages = locate(position + lane * stride());
+    next_pages = locate(position + (32 + lane) * stride());
+    copied = p.pages.stages;
     if (head != 0) return;
-    __syncwarp();
+    uint32_t filled = record;
 #pragma unroll 1
     for (int s = 0; s < p.pages.stages; ++s) {
-      uint32_t page;
-      RowsPlace place;
-      ptx::ld_shared2(filled + RowsRecord::kPlace, &page, &place.offset);
-      place.page = static_cast<int>(page);
-      issue(position + s * stride, place, filled);
+      issue(position + s * stride(), __shfl_sync(~0u, pages, s), filled);
       filled = after(filled);
     }
   }
 
+  // From a group of the warp to its next.
+  __device__ int stride() const { return p.pages.lanes * kRowsGroupTokens; }
+
   __device__ uint32_t after(uint32_t r) const {
-    return r + kRowsPagesRecord == records_end ? records : r + kRowsPagesRecord;
+    r += kRowsPagesRecord;
+    return r == records + p.pages.stages * kRowsPagesRecord ? records : r;
   }
 
   __device__ void run(Warp& state) {
-    for (; position < span; position += stride) {
+    for (; position < span; position += stride()) {
       ptx::mbarrier_wait(record, static_cast<int>(parity));
       uint32_t chunk, note;
       ptx::ld_shared2(record + RowsRecord::kAddress, &chunk, &note);
-      const bool fast = range.is_fast(position) && note == 0;
-      if (__all_sync(~0u, fast)) [[likely]] {
-        step<true>(state, chunk, note);
-      } else {
-        step<false>(state, chunk, note);
-      }
-      // Every lane has read what it needs.
-      __syncwarp();
-      uint32_t left = 0;
-      if (lane == 0) {
-        left = ptx::shared_increment(record + RowsRecord::kLeft,
-                                     static_cast<uint32_t>(p.a.cache.num_kv_heads - 1));
-      }
-      const int ahead = position + p.pages.stages * stride;
-      if (__shfl_sync(~0u, left, 0) == static_cast<uint32_t>(p.a.cache.num_kv_heads - 1)) {
-        issue(ahead, next, record);
-      }
-      next = locate(ahead + stride);
+      step(state, chunk, note, range.is_fast(position) && note == 0);
       record = after(record);
       if (record == records) parity ^= 1;
+      if ((++copied & (kRowsCentreSteps - 1)) != 0) continue;
+      state.centre();
+      if ((copied & 31) == 0) {
+        pages = next_pages;
+        next_pages = locate(position + (p.pages.stages + 33 + lane) * stride());
+      }
     }
   }
 
-  // One group. kFast: every row sees all of it, no soft cap.
-  template <bool kFast>
-  __device__ void step(Warp& state, uint32_t chunk, uint32_t note) {
-    constexpr bool kMasked = !kFast;
+  // One group. `fast`: every row sees all of it, and there is no soft cap.
+  __device__ void step(Warp& state, uint32_t chunk, uint32_t note, bool fast) {
     const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
     float x[1][4], e[1][4];
-    uint32_t weights[1][2];
+    uint32_t weights[1][2], left = 0;
     typename Warp::Slots slots;
-    const uint32_t slot = chunk + key_offset;
-    const bool lost[2] = {((note >> g) & 1) != 0, ((note >> (g + 8)) & 1) != 0};
-    state.template score<kFast>({{slot, slot + 8 * stride_token}, {lost[0], lost[1]}},
-                                p.pages_memory.table, query, p, g, c, x, &slots);
-    uint32_t visible = ~0u;
-    if constexpr (!kFast) {
+    const uint32_t slot = chunk + key_offset, value = chunk + value_offset;
+    const uint32_t values[4] = {value, value + stride_token, value + 8 * stride_token,
+                                value + 9 * stride_token};
+    state.score(slot, slot + 8 * stride_token, p.pages_memory.table, query, p, c, x, &slots);
+    typename Warp::FetchedValues fetched;
+    if constexpr (kReadAhead) {
+      state.fetch_values(values, g, fetched);
+      left = leave();
+    }
+    if (__all_sync(~0u, fast)) [[likely]] {
+      weigh<false>(state, x, slots, ~0u, e, weights);
+    } else {
       // What no row sees, or nobody wrote, must not move the scale.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (lost[i] || !sees(position + g + 8 * i)) slots.value_scale[i] = 0.0f;
+        const bool lost = ((note >> (g + 8 * i)) & 1) != 0;
+        if (lost) slots.key_scale[i] = NAN;
+        if (lost || !sees(position + g + 8 * i)) slots.value_scale[i] = 0.0f;
       }
-      visible = state.scale_and_hide(x, slots, p.a.softcap, range.all_visible(position),
-                                     p.pages_memory.ranges + 16 * c, range.begin + position + g);
+      const uint32_t visible =
+          state.scale_and_hide(x, slots, p.a.softcap, range.all_visible(position),
+                               p.pages_memory.ranges + 16 * c, range.begin + position + g);
+      weigh<true>(state, x, slots, visible, e, weights);
     }
+    if constexpr (kReadAhead) {
+      refill(left);
+      state.accumulate(fetched, weights);
+    } else {
+      state.accumulate_from(values, g, weights);
+      refill(leave());
+    }
+  }
+
+  // Scores to weights and row sums.
+  template <bool kMasked>
+  __device__ void weigh(Warp& state, float (&x)[1][4], const typename Warp::Slots& slots,
+                        uint32_t visible, float (&e)[1][4], uint32_t (&weights)[1][2]) const {
     if (__any_sync(~0u, state.template exponentials<kMasked>(x, slots, visible, e))) [[unlikely]] {
-      if constexpr (kFast) state.scale_scores(x, slots);
+      if constexpr (!kMasked) state.scale_scores(x, slots);
       state.rescale(x, slots, 0, 0, g, c, [] {});
       state.template exponentials<true>(x, slots, visible, e);
     }
     state.template pack<kMasked>(e, slots, visible, weights);
     state.template add<kMasked>(e, slots, visible);
-    const uint32_t values = chunk + value_offset;
-    state.accumulate(
-        {values, values + stride_token, values + 8 * stride_token, values + 9 * stride_token},
-        weights, g);
+  }
+
+  // Says that the warp has read its chunk; in lane 0, how many warps said so before.
+  __device__ uint32_t leave() const {
+    __syncwarp();
+    return lane != 0 ? 0
+                     : ptx::shared_increment(record + RowsRecord::kLeft,
+                                             static_cast<uint32_t>(p.a.cache.num_kv_heads - 1));
+  }
+
+  // The last warp to leave a chunk fills it again.
+  __device__ void refill(uint32_t left) const {
+    const auto last = static_cast<uint32_t>(p.a.cache.num_kv_heads - 1);
+    if (!__any_sync(~0u, lane == 0 && left == last)) return;
+    issue(position + p.pages.stages * stride(), __shfl_sync(~0u, pages, copied & 31), record);
   }
 
   __device__ bool sees(int distance) const { return distance >= 0 && distance < span; }
 
-  // Reads the page of the next group, which is at `distance`.
-  __device__ RowsPlace locate(int distance) {
-    RowsPlace place = {-1, walk.offset};
-    if (distance < span) place.page = walk.page(p, p.pages_memory.bases);
-    walk.step(p);
-    return place;
+  // Page that holds the group at `distance`; -1: none, or not one.
+  __device__ int locate(int distance) const {
+    if (distance >= span || !straight_groups) return -1;
+    uint32_t in_page;
+    return rows_page_of(p, p.pages_memory.bases, distance + range.to_table, &in_page);
   }
 
   // By a whole warp: starts the copy of a group into the chunk of record `into`.
-  __device__ void issue(int distance, const RowsPlace& place, uint32_t into) const {
+  __device__ void issue(int distance, int first_page, uint32_t into) const {
     if (distance >= span) return;
     const uint32_t chunk = ptx::ld_shared(into + RowsRecord::kAddress);
-    if (straight_groups && static_cast<uint32_t>(place.page) < p.bulk_pages) {
+    if (static_cast<uint32_t>(first_page) < p.bulk_pages) {
       if (lane != 0) return;
+      const auto at = static_cast<uint32_t>(distance + range.to_table);
+      const uint32_t offset =
+          at - p.a.cache.block_divisor.divide(at) * p.a.cache.block_divisor.divisor;
       const uint64_t source =
           ptx::ld_shared_u64(p.pages_memory.bases + 8) +
-          static_cast<uint64_t>(static_cast<uint32_t>(place.page)) * p.page_stride +
-          static_cast<uint64_t>(place.offset) * static_cast<uint32_t>(p.a.cache.stride_token);
+          static_cast<uint64_t>(static_cast<uint32_t>(first_page)) * p.page_stride +
+          static_cast<uint64_t>(offset) * static_cast<uint32_t>(p.a.cache.stride_token);
       ptx::st_shared(into + RowsRecord::kNote, 0);
       ptx::mbarrier_arrive_expect(into, p.pages.chunk_bytes);
       const int bytes = p.pages.chunk_bytes / p.chunk_copies;
@@ -272,17 +281,19 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     uint32_t block = blockIdx.x;
     const int split = block % p.plan.num_states();
     block /= p.plan.num_states();
-    fill_key_table<Config::kKey>(p, memory.table, threadIdx.x, blockDim.x);
+    if (warp != 0) {
+      fill_key_table<Config::kKey>(p, memory.table, threadIdx.x - 32, blockDim.x - 32);
+    }
     const int chunks = p.pages.lanes * p.pages.stages;
-    if (static_cast<int>(threadIdx.x) < chunks) {
-      const uint32_t record = memory.records + threadIdx.x * kRowsPagesRecord;
+    // By the last warps: the first one is awaited.
+    const int chunk = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+    if (chunk < chunks) {
+      const uint32_t record = memory.records + chunk * kRowsPagesRecord;
       ptx::mbarrier_init(record, 1);
-      ptx::st_shared(record + RowsRecord::kAddress, memory.chunk(threadIdx.x, p.pages.chunk_bytes));
+      ptx::st_shared(record + RowsRecord::kAddress, memory.chunk(chunk, p.pages.chunk_bytes));
       ptx::st_shared(record + RowsRecord::kLeft, 0);
       ptx::fence_mbarrier_init();
     }
-    if (static_cast<int>(threadIdx.x) < heads)
-      ptx::st_shared(memory.factors + 8 * threadIdx.x + 4, 0);
 #if __CUDA_ARCH__ >= 900
     // Nothing before this is read from memory. Combine may settle where blocks leave room.
     ptx::grid_dependency_wait();
@@ -323,14 +334,12 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
       pipeline.start(first, min(range.end_group, first + epoch_groups));
       if (first == range.first_group) {
-        constexpr int kMostRows = kRowsPagesRows / (kRowsPagesWarps / kRowsPagesMaxHeads);
-        QueryRows<Config::kHeadDim, Config::kRows, kMostRows> queries(p, tile, head, page_lane,
-                                                                      p.pages.lanes, lane);
-        queries.template prepare<Config::kKey>(p, tile, memory.query + head * Config::kSizes.query,
-                                               head == 0 ? memory.ranges : 0,
-                                               memory.factors + 8 * head, lane);
-        state.factor = ptx::ld_shared_float(memory.factors + 8 * head);
-        state.load_queries(pipeline.query);
+        QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, head, page_lane, p.pages.lanes,
+                                                           lane);
+        const uint32_t factors = memory.factors + head * Config::kSizes.factors;
+        queries.template prepare<Config::kKey>(memory.query + head * Config::kSizes.query, factors,
+                                               head == 0 ? memory.ranges : 0);
+        state.load_queries(pipeline.query, factors, pipeline.c);
       }
       state.reset();
       pipeline.run(state);
