@@ -9,18 +9,19 @@ namespace {
 
 constexpr int kRows = 64, kAcross = 128, kDepth = 16;
 
-__global__ void probe_kernel(const uint16_t* a, const uint16_t* b, bool values, float* out) {
+template <bool kValues>
+__global__ void probe_kernel(const uint16_t* a, const uint16_t* b, float* out) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using cuda::chunk_offset;
-  const int tokens = values ? 64 : kAcross;  // of B's plane
+  constexpr int kTokens = kValues ? 64 : kAcross;  // of B's plane
   __shared__ __align__(128) uint16_t a_plane[kRows * kDepth], b_plane[64 * kAcross];
   for (int i = threadIdx.x; i < kRows * kDepth; i += blockDim.x) {
     const int row = i / kDepth, k = i % kDepth;
     a_plane[chunk_offset(k / 8, row, kRows) / 2 + k % 8] = a[i];
   }
   for (int i = threadIdx.x; i < kAcross * kDepth; i += blockDim.x) {
-    const int x = i / kDepth, k = i % kDepth, token = values ? k : x, d = values ? x : k;
-    b_plane[chunk_offset(d / 8, token, tokens) / 2 + d % 8] = b[i];
+    const int x = i / kDepth, k = i % kDepth, token = kValues ? k : x, d = kValues ? x : k;
+    b_plane[chunk_offset(d / 8, token, kTokens) / 2 + d % 8] = b[i];
   }
   ptx::fence_proxy_async();
   __syncthreads();
@@ -29,14 +30,10 @@ __global__ void probe_kernel(const uint16_t* a, const uint16_t* b, bool values, 
       ptx::matrix_descriptor(ptx::shared_address(a_plane), cuda::key_operand(kRows));
   const uint64_t right =
       ptx::matrix_descriptor(ptx::shared_address(b_plane),
-                             values ? cuda::value_operand(tokens) : cuda::key_operand(tokens));
+                             kValues ? cuda::value_operand(kTokens) : cuda::key_operand(kTokens));
   ptx::pin(d);
   ptx::wgmma_fence();
-  if (values) {
-    ptx::wgmma_ss<1>(d, left, right, false);
-  } else {
-    ptx::wgmma_ss<0>(d, left, right, false);
-  }
+  ptx::wgmma_ss<kValues>(d, left, right, false);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>();
   ptx::pin(d);
@@ -55,7 +52,8 @@ __global__ void probe_kernel(const uint16_t* a, const uint16_t* b, bool values, 
 }  // namespace
 
 cudaError_t launch_wgmma_probe(const uint16_t* a, const uint16_t* b, bool values, float* out) {
-  probe_kernel<<<1, 128>>>(a, b, values, out);
+  const auto kernel = values ? probe_kernel<true> : probe_kernel<false>;
+  kernel<<<1, 128>>>(a, b, out);
   return cudaGetLastError();
 }
 
