@@ -2,9 +2,10 @@
 // is a function of the call's shape and the device (TilePlan, made on the host) and of the lengths
 // (read on the device); no function here touches anything else, so the host tests run this text.
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
-// group) are cut into row blocks; keys come in blocks of the kernel's shape. A launch group is a few contexts
-// and a run of their row blocks; a step is one tile of each context's tokens. Where launches may
-// overlap, a few SMs dequantise the next step's tile while the others attend over this one's.
+// group) are cut into row blocks; keys come in blocks of the kernel's shape. A launch group is a
+// few contexts and a run of their row blocks; a step is one tile of each context's tokens. Where
+// launches may overlap, a few SMs dequantise the next step's tile while the others attend over this
+// one's.
 #pragma once
 
 #include <algorithm>
