@@ -13,11 +13,7 @@ namespace {
 
 using testing::fails_with;
 using testing::make_format;
-
-std::byte* some_pages() {
-  static std::byte byte;
-  return &byte;
-}
+using testing::some_pages;
 
 TEST(Descriptor, MatchesItselfAndNothingElse) {
   // Several of these agree in every byte count and differ in meaning only.

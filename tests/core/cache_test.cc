@@ -14,11 +14,7 @@ namespace {
 using testing::fails_with;
 using testing::is_ok;
 using testing::make_format;
-
-std::byte* some_pages() {
-  static std::byte byte;
-  return &byte;
-}
+using testing::some_pages;
 
 TEST(PagedCache, DenseOrders) {
   const SlotFormat format = make_format("4bit_nc", 128);

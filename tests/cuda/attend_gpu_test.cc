@@ -22,6 +22,7 @@ namespace {
 
 using testing::AttendProblem;
 using testing::AttendSpec;
+using testing::backend;
 using testing::DeviceBuffer;
 using testing::engines;
 using testing::engines_and_choice;
@@ -36,12 +37,6 @@ using testing::same_bits;
 using testing::SeqSpec;
 
 constexpr int kHeadDims[] = {64, 128, 256};
-
-RunOptions backend(const char* name) {
-  RunOptions options;
-  options.backend = name;
-  return options;
-}
 
 // One engine on one case: status, margins, and every row against the oracle.
 ::testing::AssertionResult check(AttendProblem* problem, GpuProblem* gpu, const char* engine) {

@@ -22,6 +22,7 @@ namespace {
 
 using testing::AttendProblem;
 using testing::AttendSpec;
+using testing::backend;
 using testing::engines;
 using testing::format_names;
 using testing::FormatName;
@@ -32,12 +33,6 @@ using testing::Random;
 using testing::SeqSpec;
 
 constexpr double kRelativeBar = 1.5e-3;
-
-RunOptions backend(const char* name) {
-  RunOptions options;
-  options.backend = name;
-  return options;
-}
 
 AttendSpec base(const FormatName& name, int head_dim, const std::vector<SeqSpec>& seqs) {
   return {.preset = name.preset, .fp8 = name.fp8, .head_dim = head_dim, .seqs = seqs, .mask = {}};

@@ -1,4 +1,4 @@
-// The engines that every parametrised GPU test runs over.
+// The engines that every parametrised GPU test runs over, and the options that name one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,7 +6,15 @@
 
 #include <vector>
 
+#include "kvtile/attention.h"
+
 namespace kvtile::testing {
+
+inline RunOptions backend(const char* name) {
+  RunOptions options;
+  options.backend = name;
+  return options;
+}
 
 // The rows of the backend table that name one engine, as far as this device has it.
 inline std::vector<const char*> engines() {

@@ -23,6 +23,12 @@ SlotFormat make_format(const std::string& preset, int head_dim, KeyCode fp8 = Ke
 void pack_codes(const std::vector<int>& codes, int bits, std::byte* bytes);
 int unpack_code(const std::byte* bytes, int index, int bits);
 
+// Stands for a pool that is described but never read.
+inline std::byte* some_pages() {
+  static std::byte byte;
+  return &byte;
+}
+
 // Writes a slot field by field; offsets come from the format, packing from pack_codes().
 struct SlotContent {
   std::vector<int> key_codes;  // [head_dim]; FP8 bytes for FP8 keys
