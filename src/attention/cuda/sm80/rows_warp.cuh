@@ -115,7 +115,7 @@ struct RowsWarp {
     const uint32_t key0 = slot0 + Keys::kLaneBytes * c, key1 = slot1 + Keys::kLaneBytes * c;
 #pragma unroll kUnroll
     for (int block = 0; block < Keys::kBlocks; ++block) {
-      uint32_t a[Keys::kBlockSteps][4], squares[2];
+      uint32_t a[Keys::kBlockSteps][4], squares[4];
       keys.load(key0, key1, block, a);
 #pragma unroll
       for (int s = 0; s < Keys::kBlockSteps; ++s) {
@@ -127,16 +127,16 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2: four squares a half in fp16, the rest by the tensor core, which leaves the sum
+          // |k|^2: two squares a half in fp16, the rest by the tensor core, which leaves the sum
           // with every lane of the token.
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            squares[t] =
-                s % 2 == 0 ? half2_mul(a[s][t], a[s][t]) : half2_fma(a[s][t], a[s][t], squares[t]);
-            squares[t] = half2_fma(a[s][t + 2], a[s][t + 2], squares[t]);
+            squares[s % 2 * 2 + t] =
+                half2_fma(a[s][t + 2], a[s][t + 2], half2_mul(a[s][t], a[s][t]));
           }
           if (s % 2 == 1) {
-            ptx::mma_m16n8k8(norms, squares[0], squares[1], half2_broadcast(0x3c00));
+            constexpr uint32_t kOne = half2_broadcast(0x3c00);
+            ptx::mma_m16n8k16(norms, squares, kOne, kOne);
           }
         }
       }
