@@ -197,8 +197,7 @@ struct RowsPagesMemory {
   uint32_t factors = 0, query = 0, ranges = 0, records = 0, table = 0;
   uint32_t chunks = 0, high_chunks = 0;  // the first ones, and the others
   int low_chunks = 0;
-  uint32_t exchange = 0;  // over chunks, when all are idle
-  uint32_t end = 0;
+  uint32_t end = 0;  // warps' states lie from the chunks on, when all are idle
 
   KVTILE_HD constexpr uint32_t chunk(int index, int bytes) const {
     return index < low_chunks ? chunks + index * bytes : high_chunks + (index - low_chunks) * bytes;
@@ -217,17 +216,16 @@ KVTILE_HD constexpr RowsPagesMemory rows_pages_memory(const RowsSizes& sizes, in
   memory.records = memory.ranges + sizes.ranges;
   memory.chunks = memory.records + count * kRowsPagesRecord;
   memory.low_chunks = count;
-  memory.exchange = memory.chunks;
   uint32_t end = memory.chunks + count * chunk_bytes;
   if (sizes.wide) {
     const int most = static_cast<int>(kRowsWideTable - memory.chunks) / chunk_bytes;
     if (most < count) memory.low_chunks = most;
     memory.table = kRowsWideTable;
-    memory.high_chunks = memory.exchange = kRowsWideTable + sizes.table;
+    memory.high_chunks = kRowsWideTable + sizes.table;
     end = memory.high_chunks + (count - memory.low_chunks) * chunk_bytes;
   }
-  const uint32_t exchanged = memory.exchange + heads * (lanes / 2) * state_bytes;
-  memory.end = end > exchanged ? end : exchanged;
+  const uint32_t states = memory.chunks + heads * lanes * state_bytes;
+  memory.end = end > states ? end : states;
   return memory;
 }
 
