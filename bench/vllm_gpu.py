@@ -185,12 +185,6 @@ def capped(case):
 
 def spec(case):
     """Greedy tokens of several requests at once, with or without n-gram drafts."""
-    from vllm.v1.attention.backends import turboquant_attn
-    from kvtile.vllm import backend
-
-    # Under VLLM_BATCH_INVARIANT, what is compared is attention alone.
-    for cls in (turboquant_attn.TurboQuantAttentionBackend, backend.KvtileBackend):
-        cls.supports_batch_invariance = classmethod(lambda cls: True)
     more = {"max_model_len": 8192}
     if case["drafts"]:
         more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": case["drafts"],
