@@ -76,7 +76,8 @@ TEST(InvarianceGpuTest, BitsFollowFromTheRowAlone) {
         spec.group = group;
         spec.num_kv_heads = group == 4 ? 8 : 2;  // 8: what is not asked takes all heads a block
         spec.dtype = DType::kBFloat16;
-        spec.seqs = {{9000, 4}, {0, 3}, {61, 1}, {127, 5}, {4090, 8}, {33, 2}, {511, 1}};
+        // The oracle takes its time: the long sequence is for few heads.
+        spec.seqs = {{group == 1 ? 9000 : 1100, 4}, {0, 3}, {61, 1}, {127, 5}, {517, 8}, {33, 2}};
         if (group == 12) spec.mask.window = 700;
         AttendProblem problem(spec);
         problem.call.batch_invariant = true;
