@@ -4,10 +4,11 @@ Inputs: libkvtile.so with CUDA (through its C ABI; KVTILE_LIBRARY names it), PyT
 flash and cuDNN attention over uncompressed K/V; the tiled reference (compare_gpu_peers.py); a
 split-KV decode that works per query head. Everything is held against float64 before anything is
 timed, in the same process. Times are of the device, by events, each run after the L2 was
-swept; medians with quartiles. Bars are those of one H200.
+swept, what is compared in turns; medians with quartiles. Bars are those of one H200.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -57,26 +58,32 @@ class Clock:
 
     def milliseconds(self, function, times, captured=False):
         """Samples of one call each; short calls as the replay of a captured graph."""
+        return self.in_turns([function], times, captured)[0]
+
+    def in_turns(self, functions, times, captured=False):
+        """Samples of each function, taken in turns: a clock that drifts, drifts for all."""
+        runs = [self._captured(function) if captured else function for function in functions]
+        samples = [[] for _ in functions]
+        for i in range(1 + times):
+            for run, taken in zip(runs, samples):
+                self._sweep.zero_()
+                self._sweep.sum()  # lines that are read take the place of written ones
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                run()
+                end.record()
+                torch.cuda.synchronize()
+                if i > 0:  # the first round warms up
+                    taken.append(begin.elapsed_time(end))
+        return samples
+
+    def _captured(self, function):
         function()
         torch.cuda.synchronize()
-        run = function
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                function()
-            run = graph.replay
-            run()
-        samples = []
-        for _ in range(times):
-            self._sweep.zero_()
-            self._sweep.sum()  # lines that are read take the place of written ones
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            samples.append(begin.elapsed_time(end))
-        return samples
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        return graph.replay
 
     def copy_gb_per_s(self, num_bytes=4096 * MIB):
         source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=DEVICE).random_()
@@ -88,6 +95,18 @@ class Clock:
 def ratios(numerators, denominator):
     """Each sample over the other side's median: the spread is of both."""
     return [n / statistics.median(denominator) for n in numerators]
+
+
+def paired(numerators, denominators):
+    """Ratios of samples that were taken in the same round."""
+    return [n / d for n, d in zip(numerators, denominators)]
+
+
+def spread(samples):
+    """Of the medians of several calls, relative."""
+    medians = [statistics.median(taken) for taken in samples]
+    text = " / ".join(f"{m:.2f}" for m in medians) + " ms"
+    return (max(medians) - min(medians)) / statistics.median(medians), text
 
 
 # ---- kvtile -------------------------------------------------------------------------------------
@@ -240,31 +259,37 @@ def compare_prefill(library, clock, table):
                     check(backend, dense.attend(seen.query, backend)[rows], exact, 2e-2)
                 ours = GpuAttention(cache, q_len, "cuda/tile", chunk=True)
                 times = 7 if cached < 2**18 else 3 if q_len == 1024 else 2
-                kvtile = clock.milliseconds(ours.run, times)
+                calls = {(backend, fold): functools.partial(dense.attend, seen.query, backend, fold)
+                         for backend in ("flash", "cudnn") for fold in (True, False)}
+                if q_len == 1024:
+                    tiled = peers.Tiled(cache)
+                    for backend in ("flash", "cudnn"):
+                        out, _ = tiled.attend(seen.query, backend)
+                        check_against_cache(f"tiled, {backend}", cache, seen.query, out, 2e-2)
+                        calls["tiled", backend] = functools.partial(tiled.attend, seen.query,
+                                                                    backend)
+                kvtile, *samples = clock.in_turns([ours.run, *calls.values()], times)
+                taken = dict(zip(calls, samples))
                 kvtile_ms = statistics.median(kvtile)
                 name = f"{shape.name}, {cached:,} cached, q_len {q_len:,}"
                 ours_text = (f"{kvtile_ms:.2f} ms, "
                              f"{shape.flops(q_len, cached) / kvtile_ms * 1e-9:.0f} TFLOP/s")
 
-                def add(peer, samples, at_least=None):
-                    table.add("prefill", f"{name}: speed over {peer}", ratios(samples, kvtile), "x",
+                def add(peer, samples, at_least):
+                    table.add("prefill", f"{name}: speed over {peer}", paired(samples, kvtile), "x",
                               at_least=at_least, ours=ours_text,
                               peer=f"{statistics.median(samples):.2f} ms")
 
                 for backend, bar in (("flash", 1.0), ("cudnn", None)):
                     # The faster of the two forms it offers for grouped heads.
-                    add(f"PyTorch {peers.NAMES[backend]}, uncompressed", min(
-                        (clock.milliseconds(lambda: dense.attend(seen.query, backend, fold), times)
-                         for fold in (True, False)), key=statistics.median), bar)
+                    add(f"PyTorch {peers.NAMES[backend]}, uncompressed",
+                        min((taken[backend, fold] for fold in (True, False)),
+                            key=statistics.median), bar)
                 if q_len == 1024:
-                    tiled = peers.Tiled(cache)
                     for backend, bar in (("flash", 1.25), ("cudnn", None)):
-                        out, _ = tiled.attend(seen.query, backend)
-                        check_against_cache(f"tiled, {backend}", cache, seen.query, out, 2e-2)
-                        add(f"tiled reference on {peers.NAMES[backend]}",
-                            clock.milliseconds(lambda: tiled.attend(seen.query, backend), times),
+                        add(f"tiled reference on {peers.NAMES[backend]}", taken["tiled", backend],
                             bar)
-                    del tiled
+                    calls = tiled = None
                 if q_len == 1024 and cached < 2**18:
                     compare_tiles(cache, "cuda/tile", 0.03, clock, table)
             del cache, dense, key, value, ours, seen
@@ -273,14 +298,12 @@ def compare_prefill(library, clock, table):
 
 def compare_tiles(cache, backend, bar, clock, table):
     name = f"{cache.shape.name}, {backend}"
-    medians = {}
-    for tile in (8192, 16384, 32768, 65536, 131072):
-        ours = GpuAttention(cache, 1024, backend, chunk=True, tile_tokens=tile)
-        medians[tile] = statistics.median(clock.milliseconds(ours.run, 5))
-    times = list(medians.values())
-    table.add("tiles", f"{name}: spread over tiles of 8K to 128K",
-              [(max(times) - min(times)) / statistics.median(times)], "", at_most=bar,
-              ours=" / ".join(f"{t:.2f}" for t in times) + " ms")
+    calls = [GpuAttention(cache, 1024, backend, chunk=True, tile_tokens=tile)
+             for tile in (8192, 16384, 32768, 65536, 131072)]
+    share, text = spread(clock.in_turns([call.run for call in calls], 7))
+    table.add("tiles", f"{name}: spread over tiles of 8K to 128K", [share], "", at_most=bar,
+              ours=text)
+    del calls
     default = GpuAttention(cache, 8192, backend, chunk=True)
     table.add("tiles", f"{name}: scratch of the default tile, q_len 8,192",
               [default.workspace_bytes / MIB], "MiB", at_most=64)
@@ -310,31 +333,33 @@ def compare_hopper(library, clock, table):
             check_against_cache("cuda/hopper", cache, seen.query, seen.out, 4e-3)
             check("cuDNN", dense.attend(seen.query, "cudnn")[[0, q_len - 1]],
                   exact_rows(key, value, seen.query, [0, q_len - 1]), 2e-2)
-            ours = GpuAttention(cache, q_len, "cuda/hopper", chunk=True)
-            kvtile = clock.milliseconds(ours.run, 7)
-            cudnn = min((clock.milliseconds(lambda: dense.attend(seen.query, "cudnn", fold), 7)
-                         for fold in (True, False)), key=statistics.median)
-            rates[q_len] = shape.flops(q_len, HOPPER_CACHED) / statistics.median(cudnn)
-            add_rate(table, shape, HOPPER_CACHED, q_len, kvtile, rates[q_len])
-            if q_len >= 2048:
-                medians = [statistics.median(kvtile)]
-                for other in others:
-                    attention = GpuAttention(other, q_len, "cuda/hopper", chunk=True)
-                    medians.append(statistics.median(clock.milliseconds(attention.run, 5)))
-                table.add("hopper", f"{shape.name}, q_len {q_len:,}: spread over the presets",
-                          [(max(medians) - min(medians)) / statistics.median(medians)], "",
-                          at_most=0.05, ours=" / ".join(f"{m:.2f}" for m in medians) + " ms")
+            calls = [GpuAttention(one, q_len, "cuda/hopper", chunk=True)
+                     for one in (cache, *(others if q_len >= 2048 else ()))]
+            forms = [functools.partial(dense.attend, seen.query, "cudnn", fold)
+                     for fold in (True, False)]
+            tiled = None
             if shape is not SHAPE_C and q_len != 2048:
                 tiled = peers.Tiled(cache)
                 check_against_cache("tiled, cudnn", cache, seen.query,
                                     tiled.attend(seen.query, "cudnn")[0], 2e-2)
-                samples = clock.milliseconds(lambda: tiled.attend(seen.query, "cudnn"), 5)
+                forms.append(functools.partial(tiled.attend, seen.query, "cudnn"))
+            samples = clock.in_turns([call.run for call in calls] + forms, 7)
+            kvtile, peer = samples[0], samples[len(calls):]
+            cudnn = min(peer[:2], key=statistics.median)
+            flops = shape.flops(q_len, HOPPER_CACHED)
+            rates[q_len] = flops / statistics.median(cudnn)
+            add_rate(table, shape, HOPPER_CACHED, q_len, kvtile, [flops / s for s in cudnn])
+            if q_len >= 2048:
+                share, text = spread(samples[:len(calls)])
+                table.add("hopper", f"{shape.name}, q_len {q_len:,}: spread over the presets",
+                          [share], "", at_most=0.05, ours=text)
+            if tiled is not None:
                 table.add("hopper", f"{shape.name}, {HOPPER_CACHED:,} cached, q_len {q_len:,}: "
-                          "speed over the tiled reference on cuDNN", ratios(samples, kvtile), "x",
+                          "speed over the tiled reference on cuDNN", paired(peer[2], kvtile), "x",
                           at_least=1.2 if q_len == 1024 else 1.0,
                           ours=f"{statistics.median(kvtile):.2f} ms",
-                          peer=f"{statistics.median(samples):.2f} ms")
-                del tiled
+                          peer=f"{statistics.median(peer[2]):.2f} ms")
+            del calls, forms, tiled
         if shape is SHAPE_A:
             for q_len, bar in ((128, 1.0), (512, 2.6)):
                 small = GpuAttention(cache, q_len, "cuda", chunk=True)
@@ -342,7 +367,7 @@ def compare_hopper(library, clock, table):
                           clock.milliseconds(small.run, 7), "ms", at_most=bar)
         if shape is not SHAPE_C:
             compare_tiles(cache, "cuda/hopper", 0.02, clock, table)
-        del cache, dense, others, key, value, ours, seen
+        del cache, dense, others, key, value, seen
         torch.cuda.empty_cache()
         if shape is not SHAPE_C:
             cached = 1009664
@@ -350,18 +375,52 @@ def compare_hopper(library, clock, table):
             for q_len, times in ((1024, 3), (8192, 2)):
                 ours = GpuAttention(cache, q_len, "cuda/hopper", chunk=True)
                 add_rate(table, shape, cached, q_len, clock.milliseconds(ours.run, times),
-                         rates[q_len])
+                         [rates[q_len]] * times)
             del cache, ours
             torch.cuda.empty_cache()
 
 
-def add_rate(table, shape, cached, q_len, samples, cudnn_rate):
+def add_rate(table, shape, cached, q_len, samples, cudnn_rates):
     flops = shape.flops(q_len, cached)
     table.add("hopper", f"{shape.name}, {cached:,} cached, q_len {q_len:,}: share of cuDNN's rate "
-              "uncompressed", [flops / s / cudnn_rate for s in samples], "",
+              "uncompressed", [flops / s / rate for s, rate in zip(samples, cudnn_rates)], "",
               at_least=HOPPER_BARS[shape.name, q_len],
               ours=f"{flops / statistics.median(samples) * 1e-9:.0f} TFLOP/s",
-              peer=f"{cudnn_rate * 1e-9:.0f} TFLOP/s")
+              peer=f"{statistics.median(cudnn_rates) * 1e-9:.0f} TFLOP/s")
+
+
+CHOICE_Q_LENS = (1, 2, 4, 5, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def compare_choice(library, clock, table):
+    """What backend cuda takes, against every engine that could have served the call."""
+    for shape in (SHAPE_A, SHAPE_B):
+        for cached in (16384, 131072):
+            cache = GpuCache(library, "4bit_nc", shape, cached)
+            worst = (0.0, 0, "")
+            chosen, slower = {}, []
+            for q_len in CHOICE_Q_LENS:
+                calls = {}
+                for backend in ("cuda", "cuda/rows", *tile_backends()):
+                    try:
+                        calls[backend] = GpuAttention(cache, q_len, backend)
+                    except capi.KvtileError:
+                        continue  # not this engine's
+                samples = clock.in_turns([call.run for call in calls.values()], 7, captured=True)
+                medians = dict(zip(calls, map(statistics.median, samples)))
+                chosen[q_len] = medians.pop("cuda")
+                best = min(medians, key=medians.get)
+                worst = max(worst, (chosen[q_len] / medians[best], q_len, best))
+            for low, high in zip(CHOICE_Q_LENS, CHOICE_Q_LENS[1:]):
+                slower.append(chosen[low] / chosen[high])
+            name = f"{shape.name}, {cached:,} cached, q_len 1 to 1,024"
+            table.add("choice", f"{name}: slowest against the best engine", [worst[0]], "x",
+                      at_most=1.1, ours=f"q_len {worst[1]}", peer=worst[2])
+            # A longer chunk must not be served faster; 3 % is what runs differ by.
+            table.add("choice", f"{name}: fewer rows over the next more", [max(slower)], "x",
+                      at_most=1.03, ours=" / ".join(f"{t:.2f}" for t in chosen.values()) + " ms")
+            del cache, calls
+            torch.cuda.empty_cache()
 
 
 def compare_million(library, clock, table):
@@ -538,7 +597,7 @@ def compare_codec(library, clock, table):
 
 SECTIONS = {"prefill": compare_prefill, "decode": compare_decode, "error": compare_errors,
             "flatness": compare_flatness, "codec": compare_codec, "hopper": compare_hopper,
-            "million": compare_million}
+            "choice": compare_choice, "million": compare_million}
 
 
 def parse_arguments(arguments):

@@ -22,10 +22,11 @@ constexpr Part kParts[] = {
 
 using Predicate = Status (*)(const AttentionCall& call, const DeviceInfo& device);
 
-// Whether an engine takes the call on every part.
-template <Predicate kEngine>
+// Whether an engine takes the call on every part, or on every one of an architecture.
+template <Predicate kEngine, int kArch = 0>
 bool on_every_part(const AttentionCall& call) {
   for (const Part& part : kParts) {
+    if (kArch != 0 && part.arch != kArch) continue;
     DeviceInfo device;
     device.arch = part.arch;
     device.num_sms = part.num_sms;
@@ -39,11 +40,12 @@ struct Column {
   const char* name;
   bool (*supports)(const AttentionCall& call);
 };
-// The CPU row answers the same on every machine. "cuda" is the union of the other two.
+// The CPU row answers the same on every machine. "cuda" is the union of the other CUDA columns.
 const Column kColumns[] = {
     {"cpu", [](const AttentionCall& call) { return backend_supports("cpu", call).ok(); }},
     {cuda::kRowsName, on_every_part<cuda::cuda_rows_supports>},
     {cuda::kTileName, on_every_part<cuda::cuda_tile_supports>},
+    {cuda::kHopperName, on_every_part<cuda::cuda_hopper_supports, 90>},
 };
 
 AttentionCall base_call(const SlotFormat& format) {
@@ -117,6 +119,7 @@ const Feature kFeatures[] = {
     {"16 query heads a KV head", [](AttentionCall* c) { c->num_heads = 32; }},
     {"64 query rows of 4 heads a KV head", [](AttentionCall* c) { c->total_q = 64; }},
     {"more rows than that", [](AttentionCall* c) { c->total_q = 65; }},
+    {"batch-invariant bits", [](AttentionCall* c) { c->batch_invariant = true; }},
 };
 
 // The feature in a one-row call of every preset at head_dim 128.

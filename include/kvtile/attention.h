@@ -72,6 +72,11 @@ struct AttentionCall {
   // runs; without it any sequence may own all total_q rows.
   int64_t max_q_len = 0;
   int64_t max_seq_len = 0;
+
+  // Asks that the bits of a row follow from its own query, position and keys: not from batch-mates,
+  // the number of rows, or where pages lie. The CPU always computes so. "cuda/rows" does when
+  // asked, at a price: every row reads the cache for itself. Other CUDA engines refuse.
+  bool batch_invariant = false;
 };
 
 struct Workspace {

@@ -133,7 +133,7 @@ typedef struct kvtile_attention_call {
   float softcap;
   const float* sinks;
   int32_t causal;
-  int32_t reserved;
+  int32_t batch_invariant; /* as AttentionCall::batch_invariant */
   int64_t window;
   kvtile_cache cache;
   const int32_t* block_table;

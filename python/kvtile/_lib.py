@@ -76,7 +76,7 @@ class AttentionCall(Struct):
     _fields_ = [("size", c_uint32), ("dtype", c_int32), ("query", c_void_p), ("out", c_void_p),
                 ("lse", c_void_p), ("num_seqs", c_int32), ("num_heads", c_int32),
                 ("total_q", c_int64), ("softmax_scale", c_float), ("softcap", c_float),
-                ("sinks", c_void_p), ("causal", c_int32), ("reserved", c_int32),
+                ("sinks", c_void_p), ("causal", c_int32), ("batch_invariant", c_int32),
                 ("window", c_int64), ("cache", Cache), ("block_table", c_void_p),
                 *_int64("max_blocks", "block_table_stride"), ("cu_seqlens_q", c_void_p),
                 ("seq_lens", c_void_p), ("first_positions", c_void_p), ("chunk_key", c_void_p),

@@ -165,7 +165,8 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
            softcap: float = 0.0, sinks=None, chunk_key=None, chunk_value=None,
            first_positions=None, out=None, lse=None, return_lse: bool = False, workspace=None,
            tile_tokens: int = 0, max_q_len: int = 0, max_seq_len: int = 0,
-           backend: str | None = None, num_threads: int = 0, report: RunReport | None = None):
+           batch_invariant: bool = False, backend: str | None = None, num_threads: int = 0,
+           report: RunReport | None = None):
     """Exact attention of query rows over a packed cache: decode, verify and prefill alike.
 
     query: [total_q, num_heads, head_dim] float32, float16 or bfloat16; num_heads is a multiple of
@@ -185,8 +186,12 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
         None = the thread's own scratch on the CPU, torch's allocator on a GPU.
     tile_tokens: cached tokens held decoded at once, 0 = 32768; results do not depend on it.
     max_q_len, max_seq_len: upper bounds, 0 = unknown; used on a GPU, where a sequence beyond one
-        gives NaN or misses keys and max_q_len decides which engine runs. backend: one of backends()
-        or such a name with a variant ("cpu/avx2"); None = by device. report: filled in.
+        gives NaN or misses keys and max_q_len decides which engine runs.
+    batch_invariant: a row's bits follow from its own query, position and keys, whatever else the
+        call holds. Always so on the CPU; on a GPU every row then reads the cache for itself, and
+        calls of more than 256 rows x heads of a group a sequence are Unsupported.
+    backend: one of backends() or such a name with a variant ("cpu/avx2"); None = by device.
+        report: filled in.
 
     Returns out, or (out, lse) when there is an lse. A row that sees nothing is 0 with lse -inf.
     Raises InvalidArgument, OutOfRange, WorkspaceTooSmall, Unsupported, Unavailable.
@@ -228,7 +233,8 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
         softmax_scale = cache.head_dim**-0.5
     name, stream, ordinal = _where(backend, device)
     if workspace is None:
-        shape = (causal, window, softcap, tile_tokens, max_q_len, name, num_threads)
+        shape = (causal, window, softcap, tile_tokens, max_q_len, batch_invariant, name,
+                 num_threads)
         space_bytes = needs.get(shape)
         if space_bytes is None:
             space_bytes = needs[shape] = workspace_bytes(
@@ -236,8 +242,9 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
                 num_kv_heads=cache.num_kv_heads, block_size=cache.block_size, num_seqs=num_seqs,
                 dtype=DTYPE_NAMES[dtype], chunk=chunk_key is not None, causal=causal,
                 window=window, softcap=softcap, sinks=sinks is not None, tile_tokens=tile_tokens,
-                max_q_len=max_q_len, backend=backend or ("cpu" if device is None else "cuda"),
-                device=device, num_threads=num_threads)
+                max_q_len=max_q_len, batch_invariant=batch_invariant,
+                backend=backend or ("cpu" if device is None else "cuda"), device=device,
+                num_threads=num_threads)
         if device is None:
             space = _host_scratch(space_bytes)
         else:
@@ -246,8 +253,8 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
     check(lib.kvtile_attend(
         pack_attention(
             dtype, q_ptr, out_ptr, lse_ptr, num_seqs, num_heads, total_q, softmax_scale, softcap,
-            sinks_ptr, causal, 0, window, cache.packed, table_ptr, max_blocks, table_stride,
-            cu_ptr, lens_ptr, first_ptr, chunk_key_ptr, chunk_value_ptr, *strides, tile_tokens,
+            sinks_ptr, causal, batch_invariant, window, cache.packed, table_ptr, max_blocks,
+            table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr, chunk_value_ptr, *strides, tile_tokens,
             max_q_len, max_seq_len, name, num_threads, ordinal, stream, space, space_bytes),
         None if report is None else ctypes.byref(report)))
     return out if lse is None else (out, lse)
@@ -352,7 +359,7 @@ def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_
                     block_size: int, num_seqs: int = 1, dtype="bfloat16", chunk: bool = False,
                     causal: bool = True, window: int = 0, softcap: float = 0.0,
                     sinks: bool = False, tile_tokens: int = 0, max_q_len: int = 0,
-                    backend: str = "cpu", device: int | None = None,
+                    batch_invariant: bool = False, backend: str = "cpu", device: int | None = None,
                     num_threads: int = 0) -> int:
     """Bytes of scratch that attend() uses for calls of at most these shapes.
 
@@ -370,8 +377,8 @@ def workspace_bytes(format: SlotFormat, *, total_q: int, num_heads: int, num_kv_
     raw = present if chunk else 0
     call = pack_attention(
         dtype_code("dtype", dtype), present, present, present, num_seqs, num_heads, total_q,
-        1.0, softcap, present if sinks else 0, causal, 0, window, cache, present, 0, 0, present,
-        present, 0, raw, raw, *[0] * 10, tile_tokens, max_q_len, 0,
+        1.0, softcap, present if sinks else 0, causal, batch_invariant, window, cache, present, 0,
+        0, present, present, 0, raw, raw, *[0] * 10, tile_tokens, max_q_len, 0,
         _lib.c_string(backend), num_threads, 0 if device is None else device + 1, 0, 0, 0)
     need = ctypes.c_size_t()
     check(lib.kvtile_workspace_bytes(call, ctypes.byref(need)))

@@ -24,7 +24,8 @@ _SCHEMAS = {
               "float? softmax_scale=None, bool causal=True, int window=0, float softcap=0.0, "
               "Tensor? sinks=None, Tensor? chunk_key=None, Tensor? chunk_value=None, "
               "Tensor? first_positions=None, Tensor(b!)? lse=None, Tensor(c!)? workspace=None, "
-              "int tile_tokens=0, int max_q_len=0, int max_seq_len=0, int num_threads=0",
+              "int tile_tokens=0, int max_q_len=0, int max_seq_len=0, "
+              "bool batch_invariant=False, int num_threads=0",
     "encode": "Tensor key, Tensor value, Tensor(a!) pages, Tensor slot_mapping, str preset, *, "
               "str layout='token_major', str fp8='e4m3', int num_threads=0",
     "decode": "Tensor pages, Tensor slot_mapping, Tensor(a!) key, Tensor(b!) value, str preset, "

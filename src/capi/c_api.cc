@@ -163,6 +163,7 @@ Status to_attention(const kvtile_attention_call* original, Attention* out) {
   call.tile_tokens = in.tile_tokens;
   call.max_q_len = in.max_q_len;
   call.max_seq_len = in.max_seq_len;
+  call.batch_invariant = in.batch_invariant != 0;
   out->options = run_options(in);
   out->workspace = {in.workspace, in.workspace_bytes};
   return {};

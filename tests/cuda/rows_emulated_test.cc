@@ -60,7 +60,7 @@ KVTILE_EMULATED_INSTANCES(KeyCode::kLloydMax3, ValueCode::kUniform3)
 
 cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStream_t) {
   const auto blocks =
-      static_cast<unsigned>(params.a.total_q * params.a.num_heads * (head_dim / kRowsCombineDims));
+      static_cast<unsigned>(params.num_rows * params.a.num_heads * (head_dim / kRowsCombineDims));
   const auto threads =
       32u * static_cast<unsigned>(std::min(kCombineMaxWarps, params.plan.num_states()));
   emulator::launch(blocks, threads, [&] {
@@ -139,6 +139,47 @@ TEST(RowsEmulatedTest, LengthsBeyondTheTableEnd) {
         for (size_t i = 0; i < half / sizeof(float); ++i) {
           ASSERT_TRUE(length > 0 ? std::isnan(rows[i]) : rows[i] == 0.0f) << length << " " << i;
         }
+      }
+    }
+  }
+}
+
+// Bits of a row in a batch-invariant call: by itself, among others, as one of several rows.
+TEST(RowsEmulatedTest, BatchInvariantBits) {
+  const DeviceInfo device = small_device();
+  emulator::options() = {};
+  for (int group : {2, 12}) {
+    Case c;
+    c.head_dim = 64;
+    c.num_heads = group;
+    c.num_kv_heads = 1;
+    c.dtype = DType::kFloat32;
+    // More rows than a launch takes: 3 SMs have 48 states at most.
+    for (int i = 0; i < 6; ++i) c.seqs.push_back({900 + 37 * i, 1 + i});
+    rows_test::Run run;
+    build(c, &run, 11);
+    run.call.batch_invariant = true;
+    ASSERT_TRUE(launch(&run, device));
+    const std::vector<uint8_t> all = run.out.download();
+    const size_t row_bytes = all.size() / static_cast<size_t>(run.call.total_q);
+    const std::vector<int32_t> cu = run.cu.download(), lens = run.lens.download();
+    const auto* query = static_cast<const std::byte*>(run.call.query);
+    const int32_t* table = run.call.block_table;
+    run.call.num_seqs = 1;
+    run.call.total_q = 1;
+    for (size_t seq = 0; seq + 1 < cu.size(); ++seq) {
+      for (int32_t row = cu[seq]; row < cu[seq + 1]; ++row) {
+        run.call.query = query + static_cast<size_t>(row) * row_bytes;
+        run.call.block_table = table + static_cast<int64_t>(seq) * run.call.max_blocks;
+        run.cu.upload({0, 1});
+        run.lens.upload({lens[seq] - (cu[seq + 1] - 1 - row)});
+        run.call.cu_seqlens_q = run.cu.data;
+        run.call.seq_lens = run.lens.data;
+        ASSERT_TRUE(launch(&run, device));
+        const std::vector<uint8_t> one = run.out.download();
+        EXPECT_TRUE(std::equal(one.begin(), one.begin() + static_cast<int64_t>(row_bytes),
+                               all.begin() + static_cast<int64_t>(row * row_bytes)))
+            << "group " << group << " seq " << seq << " row " << row;
       }
     }
   }

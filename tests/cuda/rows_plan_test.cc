@@ -96,6 +96,49 @@ TEST(RowsPlanTest, WorkspaceServesSmallerCallsAndItsOwnStates) {
   }
 }
 
+TEST(RowsPlanTest, BatchInvariantSplitsFollowFromNothingOfTheBatch) {
+  for (int group : {1, 4, 24, 64}) {
+    for (int num_kv_heads : {1, 3, 8, 200}) {
+      RowsShape shape;
+      shape.num_seqs = 1;
+      shape.total_q = 1;
+      shape.num_kv_heads = num_kv_heads;
+      shape.group = group;
+      shape.head_dim = 128;
+      shape.batch_invariant = true;
+      const RowsPlan one = make_rows_plan(shape, 132);
+      EXPECT_EQ(one.queries_per_tile, 1);
+      EXPECT_EQ(one.num_tiles, 1);
+      size_t before = rows_workspace_bytes(shape, 132);
+      for (int num_seqs : {1, 5, 300}) {
+        for (int64_t max_q_len : {0, 1, 7}) {
+          for (int64_t total_q : {1, 16, 700}) {
+            shape.num_seqs = num_seqs;
+            shape.max_q_len = max_q_len;
+            shape.total_q = total_q;
+            shape.pages = total_q > 1;
+            const RowsPlan plan = make_rows_plan(shape, 132);
+            EXPECT_EQ(plan.queries_per_tile, 1);
+            EXPECT_EQ(plan.tiles_per_seq, 0);
+            EXPECT_EQ(plan.num_tiles, total_q);  // a tile is a row
+            EXPECT_EQ(plan.num_splits, one.num_splits);
+            EXPECT_EQ(plan.rows, one.rows);
+            EXPECT_FALSE(plan.pages);
+            EXPECT_GE(plan.launch_tiles, 1);
+            EXPECT_LE(plan.launch_tiles, total_q);
+            // One tile, or what the device's share of states allows.
+            const int64_t states =
+                plan.launch_tiles * plan.num_subtiles * num_kv_heads * plan.num_states();
+            EXPECT_LE(states, std::max<int64_t>(kRowsInvariantWaves * 132,
+                                                int64_t{plan.num_subtiles} * num_kv_heads));
+            EXPECT_GE(rows_workspace_bytes(shape, 132), before);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(RowsPlanTest, OneSequenceFillsTheDevice) {
   RowsShape shape;
   shape.num_seqs = 1;

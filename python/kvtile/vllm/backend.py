@@ -4,7 +4,8 @@ The cache spec, the cache dtypes and, on a GPU, the store are the host's own; wh
 reading: one `kvtile.attend` per layer and run of requests covers decode, verify and prefill.
 Whether a request's own chunk is read raw or from the packed cache depends on its number of rows
 alone (`host.RAW_CHUNK_ROWS`), never on its batch-mates. Scratch is what `kvtile.workspace_bytes`
-states for the largest batch the engine may send; cached lengths do not enter.
+states for the largest batch the engine may send; cached lengths do not enter. Under vLLM's batch
+invariance, requests of few rows are attended over batch-invariantly and each other one by itself.
 """
 
 import dataclasses
@@ -63,6 +64,10 @@ class KvtileBackend(TurboQuantAttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls):
+        return True
+
+    @classmethod
     def supports_sliding_window(cls):
         return True
 
@@ -83,6 +88,8 @@ class Run:
     rows: slice
     requests: slice
     raw: bool
+    invariant: bool  # asks for bits that do not depend on the other rows
+    max_q_len: int  # bound of a request's rows
     cu_seqlens_q: torch.Tensor  # [requests + 1] int32, from 0
 
 
@@ -93,20 +100,28 @@ class KvtileMetadata(TurboQuantMetadata):
     share: context_parallel.Share | None = None  # under decode context parallelism
 
 
-def split_runs(query_start_loc, starts) -> tuple[Run, ...]:
+def split_runs(query_start_loc, starts, max_q_len, invariant=False) -> tuple[Run, ...]:
     """The runs of a batch. starts: query_start_loc as a list of ints."""
     num_requests = len(starts) - 1
     if num_requests == 0:
         return ()
-    raw = [end - begin >= host.RAW_CHUNK_ROWS for begin, end in zip(starts, starts[1:])]
-    edges = [0, *(i for i in range(1, num_requests) if raw[i] != raw[i - 1]), num_requests]
+    num_rows = [end - begin for begin, end in zip(starts, starts[1:])]
+    raw = [rows >= host.RAW_CHUNK_ROWS for rows in num_rows]
+    alone = [invariant and rows > host.SHARED_ROWS for rows in num_rows]
+    edges = [0, *(i for i in range(1, num_requests)
+                  if raw[i] != raw[i - 1] or alone[i] or alone[i - 1]), num_requests]
+
+    def run(begin, end, offsets):
+        bound = (num_rows[begin] if alone[begin] else
+                 min(max_q_len, host.SHARED_ROWS) if invariant else max_q_len)
+        return Run(slice(starts[begin], starts[end]), slice(begin, end), raw[begin],
+                   invariant and not alone[begin], bound, offsets)
+
     if len(edges) == 2:
         # The tensor as it is: in a captured graph its address must be the host's own.
-        return (Run(slice(0, starts[-1]), slice(0, num_requests), raw[0], query_start_loc),)
-    return tuple(
-        Run(slice(starts[begin], starts[end]), slice(begin, end), raw[begin],
-            query_start_loc[begin:end + 1] - query_start_loc[begin])
-        for begin, end in zip(edges, edges[1:]))
+        return (run(0, num_requests, query_start_loc),)
+    return tuple(run(begin, end, query_start_loc[begin:end + 1] - query_start_loc[begin])
+                 for begin, end in zip(edges, edges[1:]))
 
 
 class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
@@ -161,8 +176,9 @@ class KvtileMetadataBuilder(AttentionMetadataBuilder[KvtileMetadata]):
             num_actual_tokens=batch.num_actual_tokens, max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len, is_prefill=batch.max_query_len > 1,
             query_start_loc_cpu=batch.query_start_loc_cpu,
-            runs=split_runs(batch.query_start_loc, starts), workspace_bytes=self.workspace_bytes,
-            share=share)
+            runs=split_runs(batch.query_start_loc, starts, batch.max_query_len,
+                            host.batch_invariant()),
+            workspace_bytes=self.workspace_bytes, share=share)
 
 
 class KvtileImpl(TurboQuantAttentionImpl):
@@ -179,7 +195,9 @@ class KvtileImpl(TurboQuantAttentionImpl):
             ("a sliding window under context parallelism",
              self.dcp_world_size > 1 and sliding_window),
             ("attention sinks under context parallelism",
-             self.dcp_world_size > 1 and sinks is not None), *others.items()) if given]
+             self.dcp_world_size > 1 and sinks is not None),
+            ("batch invariance under context parallelism",
+             self.dcp_world_size > 1 and host.batch_invariant()), *others.items()) if given]
         if attn_type != AttentionType.DECODER:
             refused.append(f"{AttentionType(attn_type).value} attention")
         if refused:
@@ -217,13 +235,17 @@ class KvtileImpl(TurboQuantAttentionImpl):
         num_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * verify_rows)
         # Under context parallelism: all ranks' heads over the cache, and up to a sequence a row.
         num_seqs = num_rows if self.dcp_world_size > 1 else scheduler.max_num_seqs
+        calls = [dict(num_heads=self.num_heads * self.dcp_world_size, chunk=False),
+                 dict(num_heads=self.num_heads, chunk=True)]
+        if host.batch_invariant():
+            calls.append(dict(num_heads=self.num_heads, chunk=False, batch_invariant=True,
+                              max_q_len=host.SHARED_ROWS))
         return max(kvtile.workspace_bytes(
-            self.format_on(device), total_q=num_rows, num_seqs=num_seqs, num_heads=num_heads,
+            self.format_on(device), total_q=num_rows, num_seqs=num_seqs,
             num_kv_heads=self.num_kv_heads, block_size=block_size,
-            dtype=vllm_config.model_config.dtype, chunk=chunk, window=self.window,
-            softcap=self.softcap, sinks=self._sinks is not None, backend=self.path(device),
-            num_threads=_num_threads(device)) for num_heads, chunk in (
-                (self.num_heads * self.dcp_world_size, False), (self.num_heads, True)))
+            dtype=vllm_config.model_config.dtype, window=self.window, softcap=self.softcap,
+            sinks=self._sinks is not None, backend=self.path(device),
+            num_threads=_num_threads(device), **call) for call in calls)
 
     def paged(self, kv_cache):
         """The host's cache tensor of this layer as kvtile reads it."""
@@ -276,8 +298,8 @@ class KvtileImpl(TurboQuantAttentionImpl):
                 sinks=self._sinks, chunk_key=key[run.rows] if run.raw else None,
                 chunk_value=value[run.rows] if run.raw else None)
             kvtile.attend(**call, out=out[run.rows], workspace=workspace,
-                          max_q_len=attn_metadata.max_query_len,
-                          max_seq_len=attn_metadata.max_seq_len,
+                          max_q_len=run.max_q_len, max_seq_len=attn_metadata.max_seq_len,
+                          batch_invariant=run.invariant,
                           num_threads=_num_threads(query.device))
             self_check.sample(call, out[run.rows])
         return output

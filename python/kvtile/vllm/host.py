@@ -16,6 +16,8 @@ TESTED_TEXT = "vLLM 0.24.0 to 0.32.x"
 DTYPE_PREFIX = "turboquant_"
 # Rows of one request from which its own chunk is read raw, as vLLM's backend does from 129 on.
 RAW_CHUNK_ROWS = 129
+# Under batch invariance, rows of one request up to which it shares its call with others.
+SHARED_ROWS = 16
 
 
 class Mode(enum.Enum):
@@ -57,6 +59,11 @@ def self_check_interval() -> int:
 def packs_all_layers() -> bool:
     """KVTILE_VLLM_ALL_LAYERS=1: no 16-bit boundary layers (CPU platform only)."""
     return _number("KVTILE_VLLM_ALL_LAYERS", 0) != 0
+
+
+def batch_invariant() -> bool:
+    """VLLM_BATCH_INVARIANT, vLLM's own switch."""
+    return _number("VLLM_BATCH_INVARIANT", 0) != 0
 
 
 def version() -> str | None:

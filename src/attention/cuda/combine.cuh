@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int slice = blockIdx.x % kSlices;
   const int head = static_cast<int>(blockIdx.x / kSlices % p.a.num_heads);
-  const int64_t row = blockIdx.x / kSlices / p.a.num_heads;
+  const int64_t row = p.first_tile + blockIdx.x / kSlices / p.a.num_heads;
 
   // The tile that computed the row, and the row's place in it.
   const int seq = find_sequence(p, 1, 0, row, lane);
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
                        subtile * p.plan.heads_per_tile;
   const int states = p.plan.num_states();
   const int64_t first_state =
-      (tile * p.plan.num_subtiles + subtile) * states * p.a.cache.num_kv_heads + kv_head;
+      ((tile - p.first_tile) * p.plan.num_subtiles + subtile) * states * p.a.cache.num_kv_heads +
+      kv_head;
 #if __CUDA_ARCH__ >= 900
   // The launch after this one waits for its end before it reads or writes anything.
   ptx::grid_dependency_launch();

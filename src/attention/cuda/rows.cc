@@ -1,4 +1,4 @@
-// Host side of the rows backend: the plan, the workspace, and two launches.
+// Host side of the rows backend: the plan, the workspace, and the launches.
 #if defined(KVTILE_CUDA)
 #include "src/attention/cuda/rows.h"
 
@@ -161,18 +161,26 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const RowsPages pages = pages_of(call, device);
   if (plan.pages) residency = {pages.warps, pages.shared_bytes};
-  const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
-  const int64_t states = tile_states * shape.num_kv_heads;
-  const int64_t blocks = plan.pages ? tile_states : states;
+  const int64_t tile_blocks =
+      int64_t{plan.num_subtiles} * plan.num_states() * (plan.pages ? 1 : shape.num_kv_heads);
+  const int64_t states =
+      plan.launch_tiles * plan.num_subtiles * plan.num_states() * shape.num_kv_heads;
   RowsParams params = make_rows_params(call, plan, pages, residency.warps,
                                        rows_wide_table(device.arch), workspace, states);
   params.early_launch = device.arch >= 90;
-  if (blocks > 0) {
+  do {
+    const int64_t tiles = std::min(plan.launch_tiles, plan.num_tiles - params.first_tile);
+    params.num_rows = tiles < plan.num_tiles ? tiles : call.total_q;
+    if (tiles > 0) {
+      KVTILE_RETURN_IF_ERROR(cuda_status(
+          "rows kernel",
+          launch_for_format(params, call.cache.format, residency, tiles * tile_blocks, stream)));
+    }
     KVTILE_RETURN_IF_ERROR(cuda_status(
-        "rows kernel", launch_for_format(params, call.cache.format, residency, blocks, stream)));
-  }
-  return cuda_status("rows combine",
-                     launch_rows_combine(params, call.cache.format.head_dim, stream));
+        "rows combine", launch_rows_combine(params, call.cache.format.head_dim, stream)));
+    params.first_tile += tiles;
+  } while (params.first_tile < plan.num_tiles);
+  return {};
 }
 
 }  // namespace kvtile::cuda

@@ -11,7 +11,7 @@ cudaError_t launch_rows_combine(const RowsParams& params, int head_dim, cudaStre
   const auto launch = head_dim == 64    ? launch_kernel<rows_combine_kernel<64>, RowsParams>
                       : head_dim == 128 ? launch_kernel<rows_combine_kernel<128>, RowsParams>
                                         : launch_kernel<rows_combine_kernel<256>, RowsParams>;
-  const int64_t blocks = params.a.total_q * params.a.num_heads * (head_dim / kRowsCombineDims);
+  const int64_t blocks = params.num_rows * params.a.num_heads * (head_dim / kRowsCombineDims);
   return launch(dim3(static_cast<unsigned>(blocks)),
                 32 * std::min(kCombineMaxWarps, params.plan.num_states()), 0, params.early_launch,
                 stream, params);

@@ -15,6 +15,8 @@ namespace kvtile::cuda {
 struct RowsParams {
   AttentionParams a;
   RowsPlan plan;
+  int64_t first_tile = 0;         // of the launch; where there are several, a tile is a row
+  int64_t num_rows = 0;           // that combine writes, from row first_tile on
   RowsMemory memory;              // of a block of one head
   float* partial_out = nullptr;   // [state][rows][head_dim]
   float* partial_sums = nullptr;  // [state][rows][offset, l]

@@ -18,6 +18,9 @@ inline constexpr int kRowsGroupTokens = 16;  // tokens a warp takes at a time
 inline constexpr int kRowsCombineDims = 64;  // of a block of combine
 // Accumulators are flushed to fp32 state at least this often: the tensor core truncates.
 inline constexpr int kRowsEpochTokens = 8192;
+// Of a batch-invariant call: the fewest groups of a split, and the states a launch may have for
+// each resident block.
+inline constexpr int kRowsInvariantGroups = 32, kRowsInvariantWaves = 16;
 
 // --- shared memory of a block, and how many warps a device holds ---------------------------------
 
@@ -264,6 +267,7 @@ struct RowsShape {
   int max_rows = kRowsMaxRows;  // of a tile that the device holds: 8, 16 or 32
   bool pages = false;           // a block takes all KV heads, where eight rows are enough
   bool raw_chunk = false;
+  bool batch_invariant = false;
 };
 
 struct RowsPlan {
@@ -275,8 +279,11 @@ struct RowsPlan {
   int tiles_per_seq =
       0;               // 0: a sequence's tiles follow from cu_seqlens; else max_q_len bounds them
   int num_splits = 1;  // key ranges of a tile; the raw chunk is one more
+  int min_groups = 1;  // of a split
+  int64_t launch_tiles = 0;  // tiles of a launch: all, but in a batch-invariant call
   bool raw_chunk = false;
   bool pages = false;
+  bool batch_invariant = false;
 
   KVTILE_HD int num_states() const { return num_splits + (raw_chunk ? 1 : 0); }
 };
@@ -294,6 +301,7 @@ inline int rows_capacity(int packed_rows) {
 }
 
 inline int rows_queries_per_tile(const RowsShape& shape) {
+  if (shape.batch_invariant) return 1;
   const int most = std::max(1, shape.max_rows / shape.group);
   const int64_t guess = shape.max_q_len > 0
                             ? shape.max_q_len
@@ -307,7 +315,7 @@ inline int64_t rows_num_tiles(const RowsShape& shape, int queries_per_tile, int6
   const int64_t by_rows = rows_tile_base(queries_per_tile, 0, total_q, shape.num_seqs);
   *tiles_per_seq = 0;
   if (shape.num_seqs == 0) return 0;
-  if (shape.max_q_len <= 0) return by_rows;
+  if (shape.max_q_len <= 0 || shape.batch_invariant) return by_rows;
   const int64_t each = (shape.max_q_len + queries_per_tile - 1) / queries_per_tile;
   const int64_t by_hint = each * shape.num_seqs;
   if (by_hint > by_rows) return by_rows;
@@ -315,14 +323,31 @@ inline int64_t rows_num_tiles(const RowsShape& shape, int queries_per_tile, int6
   return by_hint;
 }
 
+// Nothing a row's bits follow from may depend on the batch: a tile is one query row, splits follow
+// from the heads, the device and the row's own keys, and what the workspace bounds is the number of
+// tiles in a launch.
+inline void plan_invariant_splits(RowsPlan* plan, int64_t units_of_tile, int resident_blocks) {
+  plan->num_splits = static_cast<int>(std::max<int64_t>(1, resident_blocks / units_of_tile));
+  plan->min_groups = kRowsInvariantGroups;
+  const int64_t most = int64_t{kRowsInvariantWaves} * resident_blocks;
+  plan->launch_tiles = std::clamp<int64_t>(most / (units_of_tile * plan->num_states()), 1,
+                                           std::max<int64_t>(1, plan->num_tiles));
+}
+
 inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
   RowsPlan plan;
   plan.raw_chunk = shape.raw_chunk;
+  plan.batch_invariant = shape.batch_invariant;
   plan.queries_per_tile = rows_queries_per_tile(shape);
   plan.heads_per_tile = std::min(shape.group, shape.max_rows);
   plan.num_subtiles = (shape.group - 1) / plan.heads_per_tile + 1;
   plan.rows = rows_capacity(plan.queries_per_tile * plan.heads_per_tile);
   plan.num_tiles = rows_num_tiles(shape, plan.queries_per_tile, shape.total_q, &plan.tiles_per_seq);
+  plan.launch_tiles = plan.num_tiles;
+  if (shape.batch_invariant) {
+    plan_invariant_splits(&plan, int64_t{plan.num_subtiles} * shape.num_kv_heads, resident_blocks);
+    return plan;
+  }
   plan.pages = shape.pages && plan.rows == kRowsPagesRows;
   const int64_t units = plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
   // Blocks of the raw chunk are part of the wave.
@@ -368,6 +393,12 @@ inline size_t rows_state_floats(int rows, int head_dim) {
 
 inline size_t rows_workspace_bytes(const RowsShape& shape, int resident_blocks) {
   const RowsPlan plan = make_rows_plan(shape, resident_blocks);
+  if (plan.batch_invariant) {
+    const int64_t states =
+        plan.launch_tiles * plan.num_subtiles * shape.num_kv_heads * plan.num_states();
+    return static_cast<size_t>(states * plan.rows) * rows_state_floats(1, shape.head_dim) *
+           sizeof(float);
+  }
   // Whether a call has blocks of all heads depends on its addresses: room for either.
   const int64_t page_rows =
       shape.num_kv_heads <= kRowsPagesMaxHeads && shape.group <= kRowsPagesRows

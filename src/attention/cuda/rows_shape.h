@@ -55,6 +55,7 @@ inline RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device)
                                      rows_wide_table(device.arch));
   shape.raw_chunk = call.chunk_key != nullptr;
   shape.pages = pages_of(call, device).warps > 0;
+  shape.batch_invariant = call.batch_invariant;
   return shape;
 }
 

@@ -75,8 +75,10 @@ struct RowsTile {
   __device__ int num_rows() const { return num_queries * num_heads; }
 };
 
+// `tile` counts from the launch's first.
 __device__ inline RowsTile find_rows_tile(const RowsParams& p, int64_t tile, int subtile,
                                           int lane) {
+  tile += p.first_tile;
   RowsTile t;
   const int per_tile = p.plan.queries_per_tile;
   t.seq = find_sequence(p, per_tile, p.plan.tiles_per_seq, tile, lane);

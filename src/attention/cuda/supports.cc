@@ -26,6 +26,12 @@ Status check_kernels(const AttentionCall& call, std::string_view engine) {
 // What both tile engines take.
 Status check_tiles(const AttentionCall& call, const DeviceInfo& device, std::string_view engine) {
   KVTILE_RETURN_IF_ERROR(check_kernels(call, engine));
+  if (call.batch_invariant) {
+    return unsupported("batch_invariant", true,
+                       fmt::format("false on backend {}; cuda/rows takes it, up to {} packed rows "
+                                   "a sequence",
+                                   engine, kRowsMaxPackedRows));
+  }
   if (device.shared_bytes_per_block < kTileMinSharedBytes) {
     return unsupported(
         "device", device.name,
@@ -49,7 +55,7 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
   }
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const int64_t blocks =
-      plan.num_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
+      plan.launch_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
   const int combine_blocks = call.num_heads * (call.cache.format.head_dim / kRowsCombineDims);
   if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, combine_blocks)) {

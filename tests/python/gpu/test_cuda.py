@@ -88,6 +88,21 @@ def test_runs_on_the_current_stream_and_in_a_graph():
     assert want.shape == out.shape and want_lse.shape == lse.shape
 
 
+def test_batch_invariant_rows_have_the_bits_of_rows_alone():
+    case = Case(PRESET, seq_lens=(3000, 200, 64), q_lens=(4, 1, 2), head_dim=128, num_heads=8)
+    device = Device(case)
+    out, lse = device.attend(batch_invariant=True, max_q_len=4)
+    cu, lens = device.cu.tolist(), device.lens.tolist()
+    for seq in range(3):
+        for row in range(cu[seq], cu[seq + 1]):
+            one, one_lse = kvtile.attend(
+                device.query[row:row + 1].contiguous(), device.cache,
+                device.table[seq:seq + 1].contiguous(),
+                device.lens.new_tensor([lens[seq] - (cu[seq + 1] - 1 - row)]),
+                batch_invariant=True, return_lse=True)
+            assert torch.equal(one[0], out[row]) and torch.equal(one_lse[:, 0], lse[:, row])
+
+
 def test_compiled():
     case = Case(PRESET, seq_lens=(300,), q_lens=(4,), head_dim=128, num_heads=8)
     device = Device(case)

@@ -111,7 +111,7 @@ def test_whether_the_chunk_is_raw_depends_on_its_rows_alone():
 
 def test_runs_group_requests_that_are_read_alike():
     starts = [0, 1, 2, 202, 402, 410]
-    runs = backend.split_runs(torch.tensor(starts, dtype=torch.int32), starts)
+    runs = backend.split_runs(torch.tensor(starts, dtype=torch.int32), starts, 200)
     assert [(r.raw, r.rows, r.requests) for r in runs] == [
         (False, slice(0, 2), slice(0, 2)), (True, slice(2, 402), slice(2, 4)),
         (False, slice(402, 410), slice(4, 5))]
@@ -121,8 +121,19 @@ def test_runs_group_requests_that_are_read_alike():
 def test_a_uniform_batch_is_one_run_on_the_hosts_own_tensor():
     """A captured graph replays with the addresses it was captured with."""
     starts = torch.arange(0, 36, 4, dtype=torch.int32)
-    (run,) = backend.split_runs(starts, starts.tolist())
-    assert run.cu_seqlens_q is starts and not run.raw
+    for invariant in (False, True):
+        (run,) = backend.split_runs(starts, starts.tolist(), 4, invariant)
+        assert run.cu_seqlens_q is starts and not run.raw
+        assert (run.invariant, run.max_q_len) == (invariant, 4)
+
+
+def test_batch_invariant_runs_share_a_call_only_where_rows_are_few():
+    starts = [0, 1, 17, 34, 38, 238, 438]  # 1, 16, 17, 4, 200 and 200 rows
+    runs = backend.split_runs(torch.tensor(starts, dtype=torch.int32), starts, 200, True)
+    assert [(r.requests, r.raw, r.invariant, r.max_q_len) for r in runs] == [
+        (slice(0, 2), False, True, 16), (slice(2, 3), False, False, 17),
+        (slice(3, 4), False, True, 16), (slice(4, 5), True, False, 200),
+        (slice(5, 6), True, False, 200)]
 
 
 @pytest.mark.parametrize("block_size", (16, 784, 2096))

@@ -50,7 +50,7 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
   range.origin = range.begin & ~(kRowsGroupTokens - 1);
   if (range.end > range.begin) {
     const int groups = (range.end - range.origin - 1) / kRowsGroupTokens + 1;
-    const int share = (groups - 1) / p.plan.num_splits + 1;
+    const int share = max((groups - 1) / p.plan.num_splits + 1, p.plan.min_groups);
     range.first_group = static_cast<int>(min(int64_t{split} * share, int64_t{groups}));
     range.end_group = min(range.first_group + share, groups);
   }
@@ -63,7 +63,8 @@ __device__ inline RowsRange rows_packed_range(const RowsParams& p, const RowsTil
   }
   range.fast_begin = max(range.common_begin - range.begin, 0);
   const int fast_end = range.common_end - range.begin - kRowsGroupTokens + 1;
-  if (!(p.a.softcap > 0.0f)) {
+  // Unmasked scores round once less, and which groups are copied straight follows from their pages.
+  if (!(p.a.softcap > 0.0f) && !p.plan.batch_invariant) {
     range.fast_length = static_cast<uint32_t>(max(fast_end - range.fast_begin, 0));
   }
   return range;
