@@ -520,38 +520,6 @@ struct RowsWarp {
   }
 };
 
-// A row's offset and sum, and two of its output elements.
-struct MergedPair {
-  float high, l;
-  float2 x;
-};
-
-// Adds `states` stored states to what there is: row parity r of column tile n, output tile m.
-// state_of(t): the lane's part of the t-th.
-template <class Config, class StateOf>
-__device__ void merge_pair(const StateOf& state_of, int states, int n, int r, int m,
-                           MergedPair* pair) {
-  constexpr int kTiles = Config::kTiles, kOutTiles = RowsWarp<Config>::kOutTiles;
-  float high = pair->high;
-#pragma unroll 4
-  for (int t = 0; t < states; ++t) {
-    high = fmaxf(high, ptx::ld_shared_float(state_of(t) + 128 * (4 * n + r)));
-  }
-  const float kept = state_weight(pair->high, high);
-  float l = pair->l * kept;
-  float2 x = {pair->x.x * kept, pair->x.y * kept};
-#pragma unroll 4
-  for (int t = 0; t < states; ++t) {
-    const uint32_t at = state_of(t);
-    const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
-    const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
-    l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
-    x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
-    x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
-  }
-  *pair = {high, l, x};
-}
-
 // The stored states of all teams, added in index order, to the partial state of the block, or into
 // what it holds already. A warp takes (row parity, warp of the team, column tile, output tile) in
 // turn.
@@ -573,13 +541,33 @@ __device__ void merge_teams(const RowsMemory& memory, int teams, const RowsState
     const auto state_of = [&](int t) {
       return memory.ring(t * Config::kTeamWarps + team_warp, kWarpBytes) + 4 * lane;
     };
-    auto* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
-    MergedPair pair = {-INFINITY, 0.0f, {0.0f, 0.0f}};
-    if (merge) pair = {partial.sums[2 * row], partial.sums[2 * row + 1], *out};
-    merge_pair<Config>(state_of, teams, n, r, m, &pair);
-    *out = pair.x;
+    float high = merge ? partial.sums[2 * row] : -INFINITY;
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      high = fmaxf(high, ptx::ld_shared_float(state_of(t) + 128 * (4 * n + r)));
+    }
+    float2* out = reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + d);
+    float2 x = {0.0f, 0.0f};
+    float l = 0.0f;
+    if (merge) {
+      const float weight = state_weight(partial.sums[2 * row], high);
+      const float2 old = *out;
+      x = {old.x * weight, old.y * weight};
+      l = partial.sums[2 * row + 1] * weight;
+    }
+#pragma unroll 4
+    for (int t = 0; t < teams; ++t) {
+      const uint32_t at = state_of(t);
+      const float weight = state_weight(ptx::ld_shared_float(at + 128 * (4 * n + r)), high);
+      const uint32_t values = at + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + r);
+      l = fmaf(ptx::ld_shared_float(at + 128 * (4 * n + 2 + r)), weight, l);
+      x.x = fmaf(ptx::ld_shared_float(values), weight, x.x);
+      x.y = fmaf(ptx::ld_shared_float(values + 256), weight, x.y);
+    }
+    *out = x;
     if (m == 0 && team_warp == 0 && g == 0) {
-      ptx::st_shared2(memory.sums + 8 * row, float_bits(pair.high), float_bits(pair.l));
+      ptx::st_shared_float(memory.sums + 8 * row, high);
+      ptx::st_shared_float(memory.sums + 8 * row + 4, l);
     }
   }
   __syncthreads();

@@ -254,41 +254,95 @@ struct RowsPagesPipeline {
 };
 
 // The states of a head's warps, added in index order, to the partial state of the block, or into
-// what it holds already. The head's warps take (row parity, output tile) in turn.
+// what it holds already. The head's warps take output tiles in turn.
 template <class Config>
 __device__ void merge_page_lanes(const RowsWarp<Config>& state, const RowsParams& p,
-                                 const RowsState& partial, int num_rows, bool merge, int page_lane,
-                                 int head, int lane) {
+                                 const RowsState& partial, int num_rows, bool merge, int warp,
+                                 int lane) {
   using Warp = RowsWarp<Config>;
   constexpr int kStateBytes = rows_state_bytes(Config::kHeadDim, Config::kRows);
+  constexpr int kMost = Warp::kOutTiles / 2;  // there are at least two lanes of pages
+  // Read back, so that nothing that follows from them takes registers in the main loop.
+  lane = __shfl_sync(~0u, lane, lane);
+  warp = __shfl_sync(~0u, warp, lane);
   const int heads = p.a.cache.num_kv_heads, lanes = p.pages.lanes, g = lane >> 2, c = lane & 3;
+  const int head = warp % heads, page_lane = warp / heads;
   const auto state_of = [&](int t) {
     return p.pages_memory.chunks + (t * heads + head) * kStateBytes + 4 * lane;
   };
-  // Every warp reads the old sums before one writes.
-  float2 old[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    old[r] = {-INFINITY, 0.0f};
-    if (merge && 2 * c + r < num_rows) {
-      old[r] = {partial.sums[4 * c + 2 * r], partial.sums[4 * c + 2 * r + 1]};
-    }
-  }
+  const auto out_of = [&](int r, int m) {
+    return reinterpret_cast<float2*>(partial.out + (2 * c + r) * Config::kHeadDim +
+                                     Warp::Values::dim(m, g));
+  };
   state.store_state(state_of(page_lane));
   __syncthreads();
+  bool owned[2];
+  float old[2], high[2], l[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * c + r;
+    owned[r] = row < num_rows;
+    old[r] = merge && owned[r] ? partial.sums[2 * row] : -INFINITY;
+    l[r] = merge && owned[r] ? partial.sums[2 * row + 1] : 0.0f;
+    high[r] = old[r];
+  }
+  if (merge) __syncthreads();  // one warp writes the sums anew
 #pragma unroll 1
-  for (int item = page_lane; item < 2 * Warp::kOutTiles; item += lanes) {
-    const int r = item % 2, m = item / 2, row = 2 * c + r;
-    if (row >= num_rows) continue;
-    auto* out =
-        reinterpret_cast<float2*>(partial.out + row * Config::kHeadDim + Warp::Values::dim(m, g));
-    MergedPair pair = {r == 0 ? old[0].x : old[1].x, r == 0 ? old[0].y : old[1].y, {0.0f, 0.0f}};
-    if (merge) pair.x = *out;
-    merge_pair<Config>(state_of, lanes, 0, r, m, &pair);
-    *out = pair.x;
-    if (m == 0 && g == 0) {
-      partial.sums[2 * row] = pair.high;
-      partial.sums[2 * row + 1] = pair.l;
+  for (int first = 0; first < lanes; first += 4) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t at = state_of(min(first + t, lanes - 1));
+      high[0] = fmaxf(high[0], ptx::ld_shared_float(at));
+      high[1] = fmaxf(high[1], ptx::ld_shared_float(at + 128));
+    }
+  }
+  float x[kMost][4] = {};
+  if (merge) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float weight = state_weight(old[r], high[r]);
+      l[r] *= weight;
+#pragma unroll
+      for (int k = 0; k < kMost; ++k) {
+        const int m = page_lane + k * lanes;
+        if (m >= Warp::kOutTiles || !owned[r]) continue;
+        const float2 before = *out_of(r, m);
+        x[k][r] = before.x * weight;
+        x[k][r + 2] = before.y * weight;
+      }
+    }
+  }
+#pragma unroll 1
+  for (int t = 0; t < lanes; ++t) {
+    const uint32_t at = state_of(t);
+    float weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight[r] = state_weight(ptx::ld_shared_float(at + 128 * r), high[r]);
+      l[r] = fmaf(ptx::ld_shared_float(at + 128 * (2 + r)), weight[r], l[r]);
+    }
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int m = page_lane + k * lanes;
+      if (m >= Warp::kOutTiles) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[k][i] = fmaf(ptx::ld_shared_float(at + 512 * (1 + m) + 128 * i), weight[i % 2], x[k][i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!owned[r]) continue;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int m = page_lane + k * lanes;
+      if (m >= Warp::kOutTiles) break;
+      *out_of(r, m) = {x[k][r], x[k][r + 2]};
+    }
+    if (page_lane == 0 && g == 0) {
+      partial.sums[4 * c + 2 * r] = high[r];
+      partial.sums[4 * c + 2 * r + 1] = l[r];
     }
   }
 }
@@ -383,8 +437,8 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       state.finish(0, 0, pipeline.g, pipeline.c, [] {});
       // Chunks and the key table are idle once every warp is here: states take their place.
       __syncthreads();
-      merge_page_lanes(state, p, partial_of(head), tile.num_rows(), first > range.first_group,
-                       page_lane, head, lane);
+      merge_page_lanes(state, p, partial_of(head), tile.num_rows(), first > range.first_group, warp,
+                       lane);
       if (first + epoch_groups >= range.end_group) return;
       __syncthreads();
       fill_key_table<Config::kKey>(p, memory.table, threadIdx.x, blockDim.x);
