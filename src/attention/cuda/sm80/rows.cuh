@@ -155,8 +155,8 @@ struct RowsPipeline {
       }
       // A stage that holds no group of this round still holds an older one, or nothing.
       if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible,
-                                     role.memory.ranges + 16 * role.c, base + role.g);
+      visible = state.scale_and_hide(x, slots, p, all_visible, role.memory.ranges + 16 * role.c,
+                                     base + role.g);
     }
     const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
     if constexpr (Config::kTeamWarps == 1) {

@@ -203,16 +203,15 @@ struct RowsWarp {
 
   // The same, capped; what a row does not see becomes -inf. Returns a bit a score that its row
   // sees.
-  __device__ uint32_t scale_and_hide(float (&x)[kTiles][4], const Slots& slots, float softcap,
+  __device__ uint32_t scale_and_hide(float (&x)[kTiles][4], const Slots& slots, const RowsParams& p,
                                      bool all_visible, uint32_t ranges, int position) const {
     scale_scores(x, slots);
-    const float cap = softcap * kLog2e, doubled = 2.0f * kLog2e / cap;
     uint32_t visible = 0;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (softcap > 0.0f) x[n][i] = cap * capped(x[n][i], doubled);
+        if (p.cap > 0.0f) x[n][i] = p.cap * capped(x[n][i], p.cap_factor);
         const uint32_t row = ranges + 64 * n + 8 * (i % 2);
         const int at = position + 8 * (i / 2);
         const bool sees = all_visible || (at >= static_cast<int>(ptx::ld_shared(row)) &&

@@ -143,7 +143,7 @@ struct RowsPagesPipeline {
         if (lost || !sees(position + g + 8 * i)) slots.value_scale[i] = 0.0f;
       }
       const uint32_t visible =
-          state.scale_and_hide(x, slots, p.a.softcap, range.all_visible(position),
+          state.scale_and_hide(x, slots, p, range.all_visible(position),
                                p.pages_memory.ranges + 16 * c, range.begin + position + g);
       weigh<true>(state, x, slots, visible, e, weights);
     }
@@ -257,16 +257,17 @@ struct RowsPagesPipeline {
 // what it holds already. The head's warps take output tiles in turn.
 template <class Config>
 __device__ void merge_page_lanes(const RowsWarp<Config>& state, const RowsParams& p,
-                                 const RowsState& partial, int num_rows, bool merge, int warp,
-                                 int lane) {
+                                 const RowsTile& tile, bool merge) {
   using Warp = RowsWarp<Config>;
   constexpr int kStateBytes = rows_state_bytes(Config::kHeadDim, Config::kRows);
   constexpr int kMost = Warp::kOutTiles / 2;  // there are at least two lanes of pages
-  // Read back, so that nothing that follows from them takes registers in the main loop.
-  lane = __shfl_sync(~0u, lane, lane);
-  warp = __shfl_sync(~0u, warp, lane);
-  const int heads = p.a.cache.num_kv_heads, lanes = p.pages.lanes, g = lane >> 2, c = lane & 3;
-  const int head = warp % heads, page_lane = warp / heads;
+  // Read back, so that nothing that follows from it takes registers in the main loop.
+  const int thread = __shfl_sync(~0u, static_cast<int>(threadIdx.x), threadIdx.x);
+  const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, c = lane & 3;
+  const int heads = p.a.cache.num_kv_heads, lanes = p.pages.lanes;
+  const int head = warp % heads, page_lane = warp / heads, num_rows = tile.num_rows();
+  const RowsState partial =
+      rows_state(p, int64_t{blockIdx.x} * heads + head, Config::kRows, Config::kHeadDim);
   const auto state_of = [&](int t) {
     return p.pages_memory.chunks + (t * heads + head) * kStateBytes + 4 * lane;
   };
@@ -437,8 +438,7 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
       state.finish(0, 0, pipeline.g, pipeline.c, [] {});
       // Chunks and the key table are idle once every warp is here: states take their place.
       __syncthreads();
-      merge_page_lanes(state, p, partial_of(head), tile.num_rows(), first > range.first_group, warp,
-                       lane);
+      merge_page_lanes(state, p, tile, first > range.first_group);
       if (first + epoch_groups >= range.end_group) return;
       __syncthreads();
       fill_key_table<Config::kKey>(p, memory.table, threadIdx.x, blockDim.x);
