@@ -1,9 +1,9 @@
 // Dense attention over one step's tile image with wgmma, for sm_90a. A thread block walks its
 // pieces (tile_plan.h): a producer warp describes them, one ahead, and keeps a ring of key and
-// value planes full by bulk copies; two warpgroups own 64 packed rows each. A warpgroup issues the
-// scores of the next key block before the product of this one's probabilities and values, and takes
-// exponentials while the other one's products run. Image planes are wgmma operands as they lie;
-// scores, probabilities, references, spans and non-finite values are as in sm80/tile.cuh.
+// value planes full by bulk copies; two or three warpgroups own 64 packed rows each. A warpgroup
+// issues the scores of the next key block before the product of this one's probabilities and
+// values, and takes exponentials while the others' products run. Image planes are wgmma operands as
+// they lie; scores, probabilities, references, spans and non-finite values are as in sm80/tile.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,17 @@
 
 namespace kvtile::cuda {
 
-inline constexpr int kHopperWarps = 8;  // that attend; the producer's warpgroup follows
-inline constexpr int kHopperThreads = 32 * kHopperWarps + 128;
+// Warpgroups that attend; the producer's follows.
+constexpr int hopper_warpgroups(int head_dim) { return hopper_shape(head_dim).rows / 64; }
+constexpr int hopper_threads(int head_dim) { return 128 * (hopper_warpgroups(head_dim) + 1); }
+// Registers of a lane that attends, and of one that does not: together those of the launch.
+constexpr int hopper_registers(int head_dim) {
+  return hopper_warpgroups(head_dim) == 3 ? 160 : 224;
+}
+constexpr int hopper_producer_registers(int head_dim) {
+  const int warpgroups = hopper_warpgroups(head_dim);
+  return (warpgroups == 3 ? 4 * 128 : 3 * 168) - warpgroups * hopper_registers(head_dim);
+}
 inline constexpr int kHopperPieces = 2;  // descriptions in shared memory: in use, and the next
 inline constexpr int kMaxPlanes = 16;
 
@@ -155,9 +164,21 @@ struct HopperProducer {
   }
 };
 
-// Named barriers: 1 and 2, the warpgroups' turns at issuing products; 3 and 4, each one's own.
+// Not kept in a register.
+__device__ __forceinline__ int thread() { return ptx::thread_index(); }
+
+// Lane 0's, in a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Named barriers: 1 to 3, the warpgroups' turns at issuing products; 4 to 6, each one's own.
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
-  ptx::named_barrier_sync(3 + warpgroup, 128);
+  ptx::named_barrier_sync(4 + warpgroup, 128);
+}
+__device__ __forceinline__ void wait_turn(int warpgroup) {
+  ptx::named_barrier_sync(1 + warpgroup, 256);
+}
+__device__ __forceinline__ void give_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + warpgroup, 256);
 }
 
 template <int kHeadDim, int kPlanes>
@@ -166,6 +187,7 @@ struct HopperConsumer {
   static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
   static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
   static constexpr int kSpanBlocks = hopper_shape(kHeadDim).span_tokens / kTokens;
+  static constexpr int kWarpgroups = hopper_warpgroups(kHeadDim);
   using Scores = float[kTokens / 8][4];
 
   const TileParams& params;
@@ -181,7 +203,8 @@ struct HopperConsumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.at]), at.parity);
   }
   __device__ __forceinline__ void leave_plane(const Place& at) const {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
+    if (ptx::thread_index() % 32 == 0)
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
@@ -208,7 +231,7 @@ struct HopperConsumer {
 
   // The piece's queries from mma fragments to shared memory, where wgmma wants core matrices.
   __device__ __forceinline__ void load_queries(int local) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
     const uint4* fragment = params.query(local) + warp * kSteps * 32 + lane;
     const uint32_t own = queries + chunk_offset(0, warp % 4 * 16 + lane / 4, 64) + lane % 4 * 4;
 #pragma unroll
@@ -222,9 +245,30 @@ struct HopperConsumer {
     ptx::fence_proxy_async();
   }
 
+  // Keys that a row of the warp sees.
+  __device__ __forceinline__ int2 keys_of(const HopperPiece& piece, int row) const {
+    const int packed_row = piece.first_row + ptx::thread_index() / 32 * 16 + row;
+    KeyRange keys;
+    if (packed_row < piece.sequence.q_len * params.plan.group) {
+      keys = row_range(params.mask, piece.sequence, packed_row / params.plan.group);
+    }
+    return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  }
+
+  // Keys that all of the warp's live rows see, the same in every lane. Both ends grow.
+  __device__ __forceinline__ int2 common_keys(const HopperPiece& piece) const {
+    const int first_row = piece.first_row + ptx::thread_index() / 32 * 16;
+    const int num_live = min(piece.sequence.q_len * params.plan.group - first_row, 16);
+    int2 common = make_int2(0, 0x7fffffff);
+    if (num_live > 0) {
+      common.x = keys_of(piece, num_live - 1).x;
+      common.y = keys_of(piece, 0).y;
+    }
+    return make_int2(uniform(common.x), uniform(common.y));
+  }
+
   __device__ __forceinline__ void attend(const HopperPiece& piece, const TileStep& at) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const TilePlan& plan = params.plan;
+    const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
     if (piece.walk.count <= 0) {
       if (at.step == 0 && lane < 16) {
         params.softmax(piece.slot)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
@@ -235,21 +279,7 @@ struct HopperConsumer {
     load_queries(piece.local);
     sync_warpgroup(warpgroup);
 
-    const int own_row = piece.first_row + warp * 16;
-    const auto keys_of = [&](int row) {
-      KeyRange keys;
-      if (own_row + row < piece.sequence.q_len * plan.group) {
-        keys = row_range(params.mask, piece.sequence, (own_row + row) / plan.group);
-      }
-      return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
-    };
-    // Keys that all of the warp's live rows see: blocks within need no mask. Both ends grow.
-    int2 common = make_int2(0, 0x7fffffff);
-    const int num_live = min(piece.sequence.q_len * plan.group - own_row, 16);
-    if (num_live > 0) {
-      common.x = keys_of(num_live - 1).x;
-      common.y = keys_of(0).y;
-    }
+    const int2 common = common_keys(piece);  // blocks within need no mask
     float factor[2], m[1][2], l[1][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -265,6 +295,7 @@ struct HopperConsumer {
       for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
     }
     bool moved = false;  // a reference, since the carried state was written
+    bool carried = at.step > 0;
     Scores s;
     uint32_t p[kTokens / 16][4];
 
@@ -285,9 +316,10 @@ struct HopperConsumer {
         by[0] = by[1] = 1.0f;
       }
       if (first_key < common.x || first_key + kTokens > common.y) {
+        const int lane = ptx::thread_index() % 32;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int2 keys = keys_of(r * 8 + lane / 4);
+          const int2 keys = keys_of(piece, r * 8 + lane / 4);
           const int key = first_key + lane % 4 * 2;
 #pragma unroll
           for (int n = 0; n < kTokens / 8; ++n) {
@@ -303,13 +335,13 @@ struct HopperConsumer {
       bool grows = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float largest = s[0][2 * r];
+        float largest[2] = {s[0][2 * r], s[1][2 * r]};
 #pragma unroll
         for (int n = 0; n < kTokens / 8; ++n) {
-          largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+          largest[n % 2] = fmaxf(largest[n % 2], fmaxf(s[n][2 * r], s[n][2 * r + 1]));
         }
-        top[r] = largest;
-        grows |= fmaf(largest, by[r], -m[0][r]) > kLazyGrowth;
+        top[r] = fmaxf(largest[0], largest[1]);
+        grows |= fmaf(top[r], by[r], -m[0][r]) > kLazyGrowth;
       }
       alpha[0] = alpha[1] = 1.0f;
       const bool moves = __any_sync(0xffffffffu, grows);
@@ -332,32 +364,47 @@ struct HopperConsumer {
       for (int r = 0; r < 2; ++r) {
         const float bias = static_cast<float>(kProbabilityExponent) -
                            (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
-        float sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTokens / 8; ++n) {
           s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
           s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
-          sum += s[n][2 * r] + s[n][2 * r + 1];
         }
-        l[0][r] += sum;
       }
       return moves;
     };
-    const auto round = [&] {
+    const auto sum_and_round = [&] {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum[4] = {};
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) sum[n % 4] += s[n][2 * r] + s[n][2 * r + 1];
+        l[0][r] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+      }
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
         p[n / 2][n % 2 * 2] = ptx::cvt_half2(s[n][0], s[n][1]);
         p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
       }
     };
-    const auto flush = [&](int block) {
-      const bool carried = at.step > 0 || block / kSpanBlocks != piece.walk.block(0) / kSpanBlocks;
-      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), params.softmax(piece.slot),
-                              carried, moved);
+    const auto flush = [&] {
+      // Addresses are made here, not kept for the loop.
+      const int slot = static_cast<int>(ptx::hidden(piece.slot));
+      flush_span<kHeadDim, 1>(o, l, m, params.carry(slot), params.softmax(slot), carried, moved);
       moved = false;
+      carried = true;
     };
 
-    int block = piece.walk.block(0);
+    int block = uniform(piece.walk.block(0));
+    const int run = uniform(piece.walk.run), run_end = uniform(piece.walk.first) + run;
+    int left = uniform(piece.walk.count);
+    // The next two planes, where there are two: keys, and the values of the block before.
+    const auto wait_planes = [&] {
+      if (left == 1) return;
+      Place next = place;
+      wait_plane(next);
+      next.advance();
+      wait_plane(next);
+    };
     float alpha[2];
     wait_plane(place);
     ptx::wgmma_fence();
@@ -367,36 +414,39 @@ struct HopperConsumer {
     leave_plane(place);
     place.advance();
     exponentiate(block, alpha);
-    round();
-    for (int k = 1; k < piece.walk.count; ++k) {
-      const int next_block = piece.walk.after(block);
+    sum_and_round();
+    wait_planes();
+    while (--left > 0) {
+      ++block;
+      const bool wraps = ((block - run_end) & (kSpanBlocks - 1)) == 0;  // into another span
+      if (wraps) block += kSpanBlocks - run;
       const Place keys = place;
       place.advance();
       const Place values = place;
       place.advance();
-      wait_plane(keys);
-      wait_plane(values);
-      ptx::named_barrier_sync(1 + warpgroup, 256);
+      wait_turn(warpgroup);
       ptx::pin(s);
       ptx::pin(p);
       ptx::pin(o[0]);
       ptx::wgmma_fence();
       issue_scores(s, keys);
       issue_values(o[0], p, values);
-      ptx::named_barrier_arrive(2 - warpgroup, 256);
+      give_turn(warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1);
+      wait_planes();
       ptx::wgmma_wait<1>();
       ptx::pin(s);
       leave_plane(keys);
-      if (next_block / kSpanBlocks != block / kSpanBlocks) {
+      if (wraps) {
         ptx::wgmma_wait<0>();
         ptx::pin(o[0]);
-        flush(block);
+        flush();
       }
-      block = next_block;
       const bool moves = exponentiate(block, alpha);
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       leave_plane(values);
+      // A branch: the assembler leaves the exponentials on their side of it, one after another,
+      // where it would wait for every second one to add it to the sum.
       if (moves) {
 #pragma unroll
         for (int j = 0; j < kHeadDim / 8; ++j) {
@@ -404,7 +454,7 @@ struct HopperConsumer {
           for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
         }
       }
-      round();
+      sum_and_round();
     }
     wait_plane(place);
     ptx::pin(p);
@@ -415,15 +465,13 @@ struct HopperConsumer {
     ptx::pin(o[0]);
     leave_plane(place);
     place.advance();
-    flush(block);
-    if (piece.lossy) lose_non_finite(piece, at.buffer, keys_of);
+    flush();
+    if (piece.lossy) lose_non_finite(piece, at.buffer);
   }
 
   // Rows that see a non-finite value element are lost in its dimension: NaN in the carried state
   // stays NaN. The image holds 0 in its place and lost_tokens names it.
-  template <typename KeysOf>
-  __device__ __forceinline__ void lose_non_finite(const HopperPiece& piece, int buffer,
-                                                  const KeysOf& keys_of) const {
+  __device__ __forceinline__ void lose_non_finite(const HopperPiece& piece, int buffer) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint8_t* flags = params.flags(buffer, piece.index);
     const uint64_t* lost_tokens = params.lost_tokens(buffer, piece.index);
@@ -437,8 +485,8 @@ struct HopperConsumer {
       const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
-        const uint64_t tokens =
-            seen_tokens(keys_of(r * 8 + lane / 4), block * kTokens + k % kFills * kFillTokens);
+        const uint64_t tokens = seen_tokens(keys_of(piece, r * 8 + lane / 4),
+                                            block * kTokens + k % kFills * kFillTokens);
 #pragma unroll 1
         for (int d = 0; d < kHeadDim; d += 8) {
           float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
@@ -453,7 +501,7 @@ struct HopperConsumer {
 #endif  // sm_90a
 
 template <int kHeadDim, int kPlanes>
-__global__ void __launch_bounds__(kHopperThreads, 1)
+__global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
     hopper_attention_kernel(const __grid_constant__ TileParams params,
                             const __grid_constant__ TileStep at) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -462,17 +510,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) std::byte shared_bytes[sizeof(HopperShared)];
   HopperShared& shared = *reinterpret_cast<HopperShared*>(shared_bytes);
+  constexpr int kWarpgroups = hopper_warpgroups(kHeadDim), kWarps = 4 * kWarpgroups;
   constexpr int kQueryBytes = plane_bytes(64, kHeadDim);
   const uint32_t queries = ptx::shared_address(dynamic);
-  const uint32_t planes = queries + 2 * kQueryBytes;
+  const uint32_t planes = queries + kWarpgroups * kQueryBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPlanes; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kHopperWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kWarps);
     }
     for (int i = 0; i < kHopperPieces; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.described[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), kHopperWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), kWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -483,15 +532,15 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   ptx::grid_dependency_launch();
 
   const int warp = threadIdx.x / 32;
-  if (warp >= kHopperWarps) {
-    ptx::give_registers<56>();
-    if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
+  if (warp >= kWarps) {
+    ptx::give_registers<hopper_producer_registers(kHeadDim)>();
+    if (warp == kWarps) Producer{params, at, shared, planes}.run();
   } else {
-    ptx::take_registers<224>();
+    ptx::take_registers<hopper_registers(kHeadDim)>();
     const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
     HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, warpgroup,
                                                queries + warpgroup * kQueryBytes, planes};
-    if (warpgroup == 1) ptx::named_barrier_arrive(1, 256);
+    if (warpgroup == kWarpgroups - 1) give_turn(0);
     for (RingPlace<kHopperPieces> next;; next.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.described[next.at]), next.parity);
       const HopperPiece& piece = shared.pieces[next.at];
@@ -502,7 +551,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
         ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
       }
     }
-    if (warpgroup == 0) ptx::named_barrier_sync(1, 256);
+    if (warpgroup == 0) wait_turn(0);
   }
 #endif
 }
