@@ -364,22 +364,18 @@ struct HopperConsumer {
       for (int r = 0; r < 2; ++r) {
         const float bias = static_cast<float>(kProbabilityExponent) -
                            (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
+        float sum[2] = {};
 #pragma unroll
         for (int n = 0; n < kTokens / 8; ++n) {
           s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
           s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
+          sum[n % 2] += s[n][2 * r] + s[n][2 * r + 1];
         }
+        l[0][r] += sum[0] + sum[1];
       }
       return moves;
     };
-    const auto sum_and_round = [&] {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float sum[4] = {};
-#pragma unroll
-        for (int n = 0; n < kTokens / 8; ++n) sum[n % 4] += s[n][2 * r] + s[n][2 * r + 1];
-        l[0][r] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
-      }
+    const auto round = [&] {
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n) {
         p[n / 2][n % 2 * 2] = ptx::cvt_half2(s[n][0], s[n][1]);
@@ -414,7 +410,7 @@ struct HopperConsumer {
     leave_plane(place);
     place.advance();
     exponentiate(block, alpha);
-    sum_and_round();
+    round();
     wait_planes();
     while (--left > 0) {
       ++block;
@@ -441,12 +437,17 @@ struct HopperConsumer {
         ptx::pin(o[0]);
         flush();
       }
+#ifdef EARLY_WAIT
+      ptx::wgmma_wait<0>();
+      ptx::pin(o[0]);
+      leave_plane(values);
+      const bool moves = exponentiate(block, alpha);
+#else
       const bool moves = exponentiate(block, alpha);
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
       leave_plane(values);
-      // A branch: the assembler leaves the exponentials on their side of it, one after another,
-      // where it would wait for every second one to add it to the sum.
+#endif
       if (moves) {
 #pragma unroll
         for (int j = 0; j < kHeadDim / 8; ++j) {
@@ -454,7 +455,7 @@ struct HopperConsumer {
           for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
         }
       }
-      sum_and_round();
+      round();
     }
     wait_plane(place);
     ptx::pin(p);
@@ -521,7 +522,7 @@ __global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
     }
     for (int i = 0; i < kHopperPieces; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.described[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), kWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), 32 * kWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -546,10 +547,8 @@ __global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
       const HopperPiece& piece = shared.pieces[next.at];
       if (piece.local < 0) break;
       consumer.attend(piece, at);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
-      }
+      // Every lane for what it read: racecheck does not take one for all after __syncwarp().
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
     }
     if (warpgroup == 0) wait_turn(0);
   }
