@@ -20,6 +20,11 @@ namespace kvtile::cuda {
 // Warpgroups that attend; the producer's follows.
 constexpr int hopper_warpgroups(int head_dim) { return hopper_shape(head_dim).rows / 64; }
 constexpr int hopper_threads(int head_dim) { return 128 * (hopper_warpgroups(head_dim) + 1); }
+// Whether the scores of the next block are issued before the product of this one, so that one's
+// exponentials run under the other. Otherwise a warpgroup issues a block's products one after the
+// other and leaves it to the other two to fill the gaps: then the probabilities take the registers
+// of the scores, and three warpgroups have room for 128 keys beside 128 dimensions.
+constexpr bool hopper_scores_ahead(int head_dim) { return head_dim != 128; }
 // Registers of a lane that attends, and of one that does not: together those of the launch.
 constexpr int hopper_registers(int head_dim) {
   return hopper_warpgroups(head_dim) == 3 ? 160 : 224;
@@ -140,7 +145,8 @@ struct HopperProducer {
     }
   }
 
-  // In the order the warpgroups use them: keys of block k, values of block k - 1.
+  // In the order the warpgroups use them: keys of block k, and values of block k, or of k - 1 where
+  // scores go ahead.
   __device__ __forceinline__ void fill(const BlockWalk& walk, const std::byte* image,
                                        RingPlace<kPlanes>* place) {
     const auto copy = [&](const std::byte* plane) {
@@ -150,17 +156,18 @@ struct HopperProducer {
       ptx::bulk_copy(planes + place->at * kPlaneBytes, plane, kPlaneBytes, full);
       place->advance();
     };
+    constexpr int kBehind = hopper_scores_ahead(kHeadDim) ? 1 : 0;
     int block = walk.block(0);
     const std::byte* values = nullptr;
 #pragma unroll 1
     for (int k = 0; k < walk.count; ++k) {
       const std::byte* keys = image + block * subtile_bytes(kTokens, kHeadDim);
       copy(keys);
-      if (k > 0) copy(values);
+      if (k >= kBehind) copy(kBehind == 0 ? keys + kPlaneBytes : values);
       values = keys + kPlaneBytes;
       block = walk.after(block);
     }
-    copy(values);
+    if (kBehind == 1) copy(values);
   }
 };
 
@@ -188,6 +195,7 @@ struct HopperConsumer {
   static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
   static constexpr int kSpanBlocks = hopper_shape(kHeadDim).span_tokens / kTokens;
   static constexpr int kWarpgroups = hopper_warpgroups(kHeadDim);
+  static constexpr int kPart = kTokens / 16 / 4;  // k16 steps that follow their exponentials
   using Scores = float[kTokens / 8][4];
 
   const TileParams& params;
@@ -218,12 +226,14 @@ struct HopperConsumer {
     ptx::wgmma_commit();
   }
 
+  // Of the block's k16 steps [begin, end).
   __device__ __forceinline__ void issue_values(float (&o)[kHeadDim / 8][4],
                                                const uint32_t (&p)[kTokens / 16][4],
-                                               const Place& at) const {
+                                               const Place& at, int begin = 0,
+                                               int end = kTokens / 16) const {
     const uint64_t b = ptx::matrix_descriptor(planes + at.at * kPlaneBytes, value_operand(kTokens));
 #pragma unroll
-    for (int kk = 0; kk < kTokens / 16; ++kk) {
+    for (int kk = begin; kk < end; ++kk) {
       ptx::wgmma_rs<1>(o, p[kk], ptx::advance(b, chunk_offset(0, 16 * kk, kTokens)), true);
     }
     ptx::wgmma_commit();
@@ -299,10 +309,12 @@ struct HopperConsumer {
     Scores s;
     uint32_t p[kTokens / 16][4];
 
-    // Scores to probabilities in place; whatever multiplies `o` by then is in alpha.
-    const auto exponentiate = [&](int block, float(&alpha)[2]) {
+    // What the scores are multiplied by, in log2 units, with their references set; whatever
+    // multiplies `o` by then is in alpha.
+    const auto refer = [&](int block, float(&by)[2], float(&alpha)[2]) {
       const int first_key = block * kTokens;
-      float by[2] = {factor[0], factor[1]};
+      by[0] = factor[0];
+      by[1] = factor[1];
       if (params.softcap_log2 > 0.0f) {
         // cap * tanh(score / cap): the factor is 2 log2(e) / cap times the score's own.
 #pragma unroll
@@ -360,26 +372,36 @@ struct HopperConsumer {
           }
         }
       }
+      return moves;
+    };
+    // Scores of k16 steps [begin, end) to probabilities, in place.
+    const auto exponentiate = [&](const float(&by)[2], int begin, int end) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float bias = static_cast<float>(kProbabilityExponent) -
                            (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
         float sum[2] = {};
 #pragma unroll
-        for (int n = 0; n < kTokens / 8; ++n) {
+        for (int n = 2 * begin; n < 2 * end; ++n) {
           s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
           s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
           sum[n % 2] += s[n][2 * r] + s[n][2 * r + 1];
         }
         l[0][r] += sum[0] + sum[1];
       }
-      return moves;
     };
-    const auto round = [&] {
+    const auto round = [&](int begin, int end) {
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
+      for (int n = 2 * begin; n < 2 * end; ++n) {
         p[n / 2][n % 2 * 2] = ptx::cvt_half2(s[n][0], s[n][1]);
         p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
+      }
+    };
+    const auto rescale = [&](const float(&alpha)[2]) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
       }
     };
     const auto flush = [&] {
@@ -393,79 +415,117 @@ struct HopperConsumer {
     int block = uniform(piece.walk.block(0));
     const int run = uniform(piece.walk.run), run_end = uniform(piece.walk.first) + run;
     int left = uniform(piece.walk.count);
-    // The next two planes, where there are two: keys, and the values of the block before.
-    const auto wait_planes = [&] {
-      if (left == 1) return;
-      Place next = place;
-      wait_plane(next);
-      next.advance();
-      wait_plane(next);
-    };
-    float alpha[2];
-    wait_plane(place);
-    ptx::wgmma_fence();
-    issue_scores(s, place);
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
-    leave_plane(place);
-    place.advance();
-    exponentiate(block, alpha);
-    round();
-    wait_planes();
-    while (--left > 0) {
-      ++block;
-      const bool wraps = ((block - run_end) & (kSpanBlocks - 1)) == 0;  // into another span
+    // To the next block of the walk; true if it lies in another span.
+    const auto advance_block = [&] {
+      const bool wraps = ((++block - run_end) & (kSpanBlocks - 1)) == 0;
       if (wraps) block += kSpanBlocks - run;
-      const Place keys = place;
-      place.advance();
-      const Place values = place;
-      place.advance();
-      wait_turn(warpgroup);
+      return wraps;
+    };
+    float by[2], alpha[2];
+    if constexpr (hopper_scores_ahead(kHeadDim)) {
+      // The next two planes, where there are two: keys, and the values of the block before.
+      const auto wait_planes = [&] {
+        if (left == 1) return;
+        Place next = place;
+        wait_plane(next);
+        next.advance();
+        wait_plane(next);
+      };
+      wait_plane(place);
+      ptx::wgmma_fence();
+      issue_scores(s, place);
+      ptx::wgmma_wait<0>();
       ptx::pin(s);
+      leave_plane(place);
+      place.advance();
+      refer(block, by, alpha);
+      exponentiate(by, 0, kTokens / 16);
+      round(0, kTokens / 16);
+      wait_planes();
+      while (--left > 0) {
+        const bool wraps = advance_block();
+        const Place keys = place;
+        place.advance();
+        const Place values = place;
+        place.advance();
+        wait_turn(warpgroup);
+        ptx::pin(s);
+        ptx::pin(p);
+        ptx::pin(o[0]);
+        ptx::wgmma_fence();
+        issue_scores(s, keys);
+        issue_values(o[0], p, values);
+        give_turn(warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1);
+        wait_planes();
+        ptx::wgmma_wait<1>();
+        ptx::pin(s);
+        leave_plane(keys);
+#ifdef EARLY_WAIT
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        leave_plane(values);
+        if (wraps) flush();
+        const bool moves = refer(block, by, alpha);
+        exponentiate(by, 0, kTokens / 16);
+#else
+        if (wraps) {
+          ptx::wgmma_wait<0>();
+          ptx::pin(o[0]);
+          flush();
+        }
+        const bool moves = refer(block, by, alpha);
+        exponentiate(by, 0, kTokens / 16);
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        leave_plane(values);
+#endif
+        if (moves) rescale(alpha);
+        round(0, kTokens / 16);
+      }
+      wait_plane(place);
       ptx::pin(p);
       ptx::pin(o[0]);
       ptx::wgmma_fence();
-      issue_scores(s, keys);
-      issue_values(o[0], p, values);
-      give_turn(warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1);
-      wait_planes();
-      ptx::wgmma_wait<1>();
-      ptx::pin(s);
-      leave_plane(keys);
-      if (wraps) {
+      issue_values(o[0], p, place);
+      ptx::wgmma_wait<0>();
+      ptx::pin(o[0]);
+      leave_plane(place);
+      place.advance();
+    } else {
+      for (;;) {
+        wait_plane(place);
+        // Overwritten: until here the probabilities may take these registers.
+#pragma unroll
+        for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
+        }
+        ptx::wgmma_fence();
+        issue_scores(s, place);
+        ptx::wgmma_wait<0>();
+        ptx::pin(s);
+        leave_plane(place);
+        place.advance();
+        if (refer(block, by, alpha)) rescale(alpha);
+        wait_plane(place);
+        ptx::pin(o[0]);
+#pragma unroll
+        for (int part = 0; part < kTokens / 16; part += kPart) {
+          exponentiate(by, part, part + kPart);
+          round(part, part + kPart);
+#pragma unroll
+          for (int kk = part; kk < part + kPart; ++kk) ptx::pin(p[kk]);
+          ptx::wgmma_fence();
+          issue_values(o[0], p, place, part, part + kPart);
+        }
         ptx::wgmma_wait<0>();
         ptx::pin(o[0]);
-        flush();
+        leave_plane(place);
+        place.advance();
+        if (--left == 0) break;
+        if (advance_block()) flush();
       }
-#ifdef EARLY_WAIT
-      ptx::wgmma_wait<0>();
-      ptx::pin(o[0]);
-      leave_plane(values);
-      const bool moves = exponentiate(block, alpha);
-#else
-      const bool moves = exponentiate(block, alpha);
-      ptx::wgmma_wait<0>();
-      ptx::pin(o[0]);
-      leave_plane(values);
-#endif
-      if (moves) {
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
-        }
-      }
-      round();
     }
-    wait_plane(place);
-    ptx::pin(p);
-    ptx::pin(o[0]);
-    ptx::wgmma_fence();
-    issue_values(o[0], p, place);
-    ptx::wgmma_wait<0>();
-    ptx::pin(o[0]);
-    leave_plane(place);
-    place.advance();
     flush();
     if (piece.lossy) lose_non_finite(piece, at.buffer);
   }
