@@ -309,8 +309,8 @@ struct HopperConsumer {
     Scores s;
     uint32_t p[kTokens / 16][4];
 
-    // What the scores are multiplied by, in log2 units, with their references set; whatever
-    // multiplies `o` by then is in alpha.
+    // Sets the references of a block's rows. Scores times `by` are in log2 units then; `o` times
+    // alpha is relative to the references.
     const auto refer = [&](int block, float(&by)[2], float(&alpha)[2]) {
       const int first_key = block * kTokens;
       by[0] = factor[0];
@@ -460,14 +460,6 @@ struct HopperConsumer {
         ptx::wgmma_wait<1>();
         ptx::pin(s);
         leave_plane(keys);
-#ifdef EARLY_WAIT
-        ptx::wgmma_wait<0>();
-        ptx::pin(o[0]);
-        leave_plane(values);
-        if (wraps) flush();
-        const bool moves = refer(block, by, alpha);
-        exponentiate(by, 0, kTokens / 16);
-#else
         if (wraps) {
           ptx::wgmma_wait<0>();
           ptx::pin(o[0]);
@@ -478,7 +470,6 @@ struct HopperConsumer {
         ptx::wgmma_wait<0>();
         ptx::pin(o[0]);
         leave_plane(values);
-#endif
         if (moves) rescale(alpha);
         round(0, kTokens / 16);
       }
@@ -601,7 +592,8 @@ __global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
     const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
     HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, warpgroup,
                                                queries + warpgroup * kQueryBytes, planes};
-    if (warpgroup == kWarpgroups - 1) give_turn(0);
+    constexpr bool kTurns = hopper_scores_ahead(kHeadDim);
+    if (kTurns && warpgroup == kWarpgroups - 1) give_turn(0);
     for (RingPlace<kHopperPieces> next;; next.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.described[next.at]), next.parity);
       const HopperPiece& piece = shared.pieces[next.at];
@@ -610,7 +602,7 @@ __global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
       // Every lane for what it read: racecheck does not take one for all after __syncwarp().
       ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
     }
-    if (warpgroup == 0) wait_turn(0);
+    if (kTurns && warpgroup == 0) wait_turn(0);
   }
 #endif
 }
