@@ -15,6 +15,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read where it is asked for: no register holds it between.
+__device__ __forceinline__ int thread_index() {
+  int d;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(d));
+  return d;
+}
+
 // Volatile, so that they stay on their side of a barrier.
 __device__ __forceinline__ void store_shared(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");

@@ -51,12 +51,14 @@ __device__ __forceinline__ void pin(float (&d)[kCount][4]) {
   }
 }
 
+__device__ __forceinline__ void pin(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 template <int kCount>
 __device__ __forceinline__ void pin(uint32_t (&a)[kCount][4]) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
-  }
+  for (int j = 0; j < kCount; ++j) pin(a[j]);
 }
 
 #define KVTILE_ACCUMULATOR_1(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])

@@ -53,7 +53,7 @@ KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
 }
 
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
-  return {.rows = 128,
+  return {.rows = head_dim <= 128 ? 192 : 128,
           .block_tokens = head_dim <= 128 ? 128 : 64,
           .span_tokens = 16384,
           .fill_rows = 280,
