@@ -220,9 +220,9 @@ TEST(RowsPlanTest, BlocksOfAllHeadsFitTheirMemory) {
             regions.push_back({at, at + pages.chunk_bytes});
           }
           expect_apart(regions, kRowsSharedStart + pages.shared_bytes);
-          // States are exchanged over chunks, clear of the rest.
-          regions.resize(2);
-          regions.push_back({memory.exchange, memory.exchange + heads * (pages.lanes / 2) * state});
+          // States take the place of chunks and table.
+          regions.resize(1);
+          regions.push_back({memory.chunks, memory.chunks + pages.warps * state});
           expect_apart(regions, kRowsSharedStart + pages.shared_bytes);
         }
       }

@@ -107,23 +107,25 @@ __global__ void __launch_bounds__(32 * kCombineMaxWarps, 1)
   __syncthreads();
   if (warp != 0) return;
 
-  high = -INFINITY;
-  for (int w = 0; w < warps; ++w) high = fmaxf(high, shared_high[w]);
+  // Lane w has warp w's maximum and sum.
+  const float theirs = lane < warps ? shared_high[lane] : -INFINITY;
+  high = warp_max(theirs);
   const bool seen = high != -INFINITY || (in_sequence && !owned);
   const float sink = p.a.sinks != nullptr && seen ? __ldg(p.a.sinks + head) * kLog2e : -INFINITY;
   high = fmaxf(high, sink);
-  sum = in_sequence && !owned ? NAN : 0.0f;
-  for (int w = 0; w < warps; ++w)
-    sum = fmaf(shared_sum[w], state_weight(shared_high[w], high), sum);
+  const float weight = state_weight(theirs, high);
+  sum = warp_sum(lane < warps ? shared_sum[lane] * weight : 0.0f);
+  if (in_sequence && !owned) sum = NAN;
   if (sink != -INFINITY) sum += ptx::ex2(sink - high);
 
   // A row that is NaN is NaN in every element and in lse.
   const float inverse = seen ? 1.0f / sum : 0.0f;
   float2 total = {0.0f, 0.0f};
+#pragma unroll 4
   for (int w = 0; w < warps; ++w) {
-    const float weight = state_weight(shared_high[w], high);
+    const float of_warp = __shfl_sync(~0u, weight, w);
     const float2 x = shared_out[w][lane];
-    total = {fmaf(x.x, weight, total.x), fmaf(x.y, weight, total.y)};
+    total = {fmaf(x.x, of_warp, total.x), fmaf(x.y, of_warp, total.y)};
   }
   const int64_t base =
       row * p.a.out_stride_token + head * p.a.out_stride_head + slice * kRowsCombineDims + 2 * lane;

@@ -88,6 +88,11 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
   const int step = warps * kRowsGroupTokens;
   params.step_pages = static_cast<uint32_t>(step / call.cache.block_size);
   params.step_tokens = static_cast<uint32_t>(step % call.cache.block_size);
+  if (call.softcap > 0.0f) {
+    constexpr float kLog2e = 1.4426950408889634f;
+    params.cap = call.softcap * kLog2e;
+    params.cap_factor = 2.0f * kLog2e / params.cap;
+  }
   params.norm_correction = format.norm_correction;
   if (format.rotated()) {
     const CodebookFactor factor = codebook_factor(format.key, format.head_dim);

@@ -34,7 +34,8 @@ struct RowsParams {
   uint32_t bulk_pages = 0;
   int chunk_copies = 1;  // one, or one a head
   uint32_t chunk_head_stride = 0;
-  float key_gain = 1.0f;  // undoes the codebook's factor without norm correction
+  float key_gain = 1.0f;                // undoes the codebook's factor without norm correction
+  float cap = 0.0f, cap_factor = 0.0f;  // the soft cap in log2 units, and what capped() wants
   bool norm_correction = true;
   bool early_launch = false;  // the device has programmatic dependent launch
   uint32_t levels[8] = {};    // fp16 codebook, 16 entries

@@ -186,6 +186,9 @@ inline int rows_max_capacity(const SlotFormat& format, int shared_per_block, boo
 inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRows = 8,
                      kRowsPagesMaxStages = 5;
 inline constexpr int kRowsPagesRecord = 32;  // what warps know of a chunk
+// Chunks start at whole lines, as the pages do: bulk copies from lines to parts of two lines take
+// a seventh longer.
+KVTILE_HD constexpr uint32_t rows_whole_lines(uint32_t bytes) { return (bytes + 127) & ~127u; }
 
 struct RowsPages {
   int warps = 0;  // 0: not this way
@@ -200,11 +203,11 @@ struct RowsPagesMemory {
   uint32_t factors = 0, query = 0, ranges = 0, records = 0, table = 0;
   uint32_t chunks = 0, high_chunks = 0;  // the first ones, and the others
   int low_chunks = 0;
-  uint32_t exchange = 0;  // over chunks, when all are idle
-  uint32_t end = 0;
+  uint32_t end = 0;  // warps' states lie from the chunks on, when all are idle
 
   KVTILE_HD constexpr uint32_t chunk(int index, int bytes) const {
-    return index < low_chunks ? chunks + index * bytes : high_chunks + (index - low_chunks) * bytes;
+    const uint32_t pitch = rows_whole_lines(bytes);
+    return index < low_chunks ? chunks + index * pitch : high_chunks + (index - low_chunks) * pitch;
   }
 };
 
@@ -218,19 +221,19 @@ KVTILE_HD constexpr RowsPagesMemory rows_pages_memory(const RowsSizes& sizes, in
   memory.query = memory.factors + heads * sizes.factors;
   memory.ranges = memory.query + heads * sizes.query;
   memory.records = memory.ranges + sizes.ranges;
-  memory.chunks = memory.records + count * kRowsPagesRecord;
+  memory.chunks = rows_whole_lines(memory.records + count * kRowsPagesRecord);
   memory.low_chunks = count;
-  memory.exchange = memory.chunks;
-  uint32_t end = memory.chunks + count * chunk_bytes;
+  const uint32_t pitch = rows_whole_lines(chunk_bytes);
+  uint32_t end = memory.chunks + count * pitch;
   if (sizes.wide) {
-    const int most = static_cast<int>(kRowsWideTable - memory.chunks) / chunk_bytes;
+    const int most = static_cast<int>((kRowsWideTable - memory.chunks) / pitch);
     if (most < count) memory.low_chunks = most;
     memory.table = kRowsWideTable;
-    memory.high_chunks = memory.exchange = kRowsWideTable + sizes.table;
-    end = memory.high_chunks + (count - memory.low_chunks) * chunk_bytes;
+    memory.high_chunks = kRowsWideTable + sizes.table;
+    end = memory.high_chunks + (count - memory.low_chunks) * pitch;
   }
-  const uint32_t exchanged = memory.exchange + heads * (lanes / 2) * state_bytes;
-  memory.end = end > exchanged ? end : exchanged;
+  const uint32_t states = memory.chunks + heads * lanes * state_bytes;
+  memory.end = end > states ? end : states;
   return memory;
 }
 

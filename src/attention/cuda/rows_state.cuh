@@ -130,11 +130,12 @@ __device__ inline void load_row(const void* base, DType dtype, int64_t offset, i
   }
 }
 
+// `query` is the row's query in the tile.
 __device__ inline int64_t query_offset(const RowsParams& p, const RowsTile& tile, int kv_head,
-                                       int row) {
-  const int64_t head = int64_t{kv_head} * p.a.group + tile.head_offset + row % tile.num_heads;
-  return (tile.first_row + row / tile.num_heads) * p.a.query_stride_token +
-         head * p.a.query_stride_head;
+                                       int query, int row) {
+  const int64_t head =
+      int64_t{kv_head} * p.a.group + tile.head_offset + row - query * tile.num_heads;
+  return (tile.first_row + query) * p.a.query_stride_token + head * p.a.query_stride_head;
 }
 
 __device__ inline float warp_max(float x) {
@@ -163,7 +164,8 @@ __device__ void raw_chunk_state(const RowsParams& p, const RowsTile& tile, int k
   const int64_t value_base = kv_head * p.a.chunk_value_stride_head;
   for (int row = warp; row < tile.num_rows(); row += warps) {
     float query[kDim / 32], out[kDim / 32] = {};
-    load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, query);
+    load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row / tile.num_heads, row),
+                   lane, query);
     int64_t begin, end;
     row_range(p, tile, row / tile.num_heads, &begin, &end);
     begin = max(begin, tile.cached_len);

@@ -104,6 +104,15 @@ inline bool __any_sync(unsigned mask, bool predicate) {
 inline bool __all_sync(unsigned mask, bool predicate) {
   return __ballot_sync(mask, predicate) == ~0u;
 }
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  const unsigned char* all = emulator::exchange(&value, sizeof value);
+  for (int lane = 0; lane < 32; ++lane) {
+    uint32_t other;
+    std::memcpy(&other, all + 64 * lane, sizeof other);
+    value = std::max(value, other);
+  }
+  return value;
+}
 template <typename T>
 T __ldg(const T* pointer) {
   return *pointer;

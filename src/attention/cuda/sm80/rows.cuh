@@ -155,8 +155,8 @@ struct RowsPipeline {
       }
       // A stage that holds no group of this round still holds an older one, or nothing.
       if (position >= end) slots.value_scale[0] = slots.value_scale[1] = 0.0f;
-      visible = state.scale_and_hide(x, slots, p.a.softcap, all_visible,
-                                     role.memory.ranges + 16 * role.c, base + role.g);
+      visible = state.scale_and_hide(x, slots, p, all_visible, role.memory.ranges + 16 * role.c,
+                                     base + role.g);
     }
     const bool out_of_range = state.template exponentials<kMasked>(x, slots, visible, e);
     if constexpr (Config::kTeamWarps == 1) {
@@ -256,6 +256,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
   block /= p.plan.num_states();
   if (warp != 0)
     fill_key_table<Config::kKey>(p, role.memory.table, threadIdx.x - 32, blockDim.x - 32);
+  clear_queries(role.memory.factors, role.memory.ranges);
 #if __CUDA_ARCH__ >= 900
   // Nothing before this is read from memory. Combine may settle where blocks leave room.
   ptx::grid_dependency_wait();
@@ -292,9 +293,10 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     RowsPipeline<Config> pipeline(p, role, tile, range, first,
                                   min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, kv_head, warp, warps, role.lane);
-      queries.template prepare<Config::kKey>(role.memory.query, role.memory.factors,
-                                             role.memory.ranges);
+      const QueryRows<Config> queries{p, tile, role.memory.query, role.memory.factors, role.lane};
+      queries.prepare(kv_head, 1, warp, warps);
+      if (warp == warps - 1) write_ranges<Config::kRows>(p, tile, role.memory.ranges, role.lane);
+      __syncthreads();
       state.load_queries(role.memory.query + 16 * role.lane, role.memory.factors, role.c);
     }
     state.reset();

@@ -70,7 +70,7 @@ struct RowsKeys<KeyCode::kLloydMax4, kDim> {
 
   __device__ explicit RowsKeys(uint32_t table) : lane_table(table + 4 * (threadIdx.x & 31)) {}
 
-  static __device__ FragmentPlace place(int d) {
+  static constexpr __device__ FragmentPlace place(int d) {
     const int half_word = d / 4;
     return {half_word / 4, half_word % 4, d % 4 / 2, d % 2};
   }
@@ -108,7 +108,7 @@ struct RowsKeys<KeyCode::kLloydMax3, kDim> {
 
   __device__ explicit RowsKeys(uint32_t table) : lane_table(table + 4 * (threadIdx.x & 31)) {}
 
-  static __device__ FragmentPlace place(int d) {
+  static constexpr __device__ FragmentPlace place(int d) {
     const int unit = d / kUnit, pair = d % kUnit / 2;
     return {unit / 4 * kBlockSteps + pair / 2, unit % 4, pair % 2, d % 2};
   }
@@ -174,7 +174,7 @@ struct RowsFp8Keys {
 
   __device__ explicit RowsFp8Keys(uint32_t) {}
 
-  static __device__ FragmentPlace place(int d) {
+  static constexpr __device__ FragmentPlace place(int d) {
     const int word = d / 4;
     return {word / 4, word % 4, d % 4 / 2, d % 2};
   }
@@ -223,85 +223,101 @@ __device__ inline void transform_row(float (&x)[kDim / 32], int lane) {
   }
 }
 
-// Queries of a tile for one KV head: made into fp16 B fragments [pair of (step, tile of 8 rows)]
-// [lane][2 x 2 registers], rotated for rotated keys, each row scaled by a power of two to a largest
-// element in [8, 16); with each row's factor from dot products to log2 units and, if `ranges` is
-// not 0, its visible [begin, end). A warp takes rows first, first + step, ...; the first one is
-// read on construction, the others one ahead. The code runs once and cold: it is kept short.
-template <int kDim, int kRows>
+// Zeros from `begin` to `end`, multiples of 16: factors and fragments of rows that are not there.
+__device__ inline void clear_queries(uint32_t begin, uint32_t end) {
+  for (uint32_t at = begin + 16 * threadIdx.x; at < end; at += 16 * blockDim.x) {
+    ptx::st_shared4(at, 0, 0, 0, 0);
+  }
+}
+
+// Queries of a tile: made into fp16 B fragments [pair of (step, tile of 8 rows)][lane][2 x 2
+// registers], rotated for rotated keys, each row scaled by a power of two to a largest element in
+// [8, 16); with each row's factor from dot products to log2 units. Those of a KV head follow the
+// one's before. The code runs once and cold: it is kept short.
+template <class Config>
 struct QueryRows {
+  static constexpr KeyCode kKey = Config::kKey;
+  static constexpr int kDim = Config::kHeadDim, kTiles = Config::kTiles;
+  using Keys = RowsKeys<kKey, kDim>;
+
   const RowsParams& p;
   const RowsTile& tile;
-  int kv_head, first, step, lane;
-  float next[kDim / 32];
+  uint32_t query, factors;
+  int lane;
 
-  __device__ QueryRows(const RowsParams& params, const RowsTile& rows_tile, int head, int first_row,
-                       int row_step, int lane_id)
-      : p(params), tile(rows_tile), kv_head(head), first(first_row), step(row_step), lane(lane_id) {
-    read(first);
+  // Bits of a dimension and of a row have places of their own in an address: those of (lane + 32 k)
+  // are the sum of the lane's and of 32 k's.
+  static constexpr __device__ uint32_t place(int d) {
+    const FragmentPlace at = Keys::place(d);
+    const int pairs = kTiles == 1 ? at.step / 2 * 512 + at.step % 2 * 8 : at.step * kTiles * 256;
+    return pairs + 16 * at.column + 4 * at.reg + 2 * at.half;
+  }
+  static __device__ uint32_t place_of_row(int row) {
+    return row / 16 * 512 + row / 8 % 2 * 8 + row % 8 * 64;
   }
 
-  // Rows that are not there are zeros.
-  __device__ void read(int row) {
-#pragma unroll
-    for (int k = 0; k < kDim / 32; ++k) next[k] = 0.0f;
-    if (row < tile.num_rows()) {
-      load_row<kDim>(p.a.query, p.a.dtype, query_offset(p, tile, kv_head, row), lane, next);
-    }
-  }
-
-  // The whole block takes part: ends with a barrier.
-  template <KeyCode kKey>
-  __device__ void prepare(uint32_t fragments, uint32_t factors, uint32_t ranges) {
+  // Rows first, first + step, ... of those of the KV heads from `kv_head` on, head by head.
+  __device__ void prepare(int kv_head, int heads, int first, int step) const {
+    const int rows = tile.num_rows(), count = heads * rows;
+    // The lane's is one of the warp's rows: where it is read, and where its fragments and factor
+    // go.
+    const int item = min(first + lane * step, count - 1), head = item / rows;
+    const int row = item - head * rows, query_row = row / tile.num_heads;
+    const int64_t source = query_offset(p, tile, kv_head + head, query_row, row);
+    const uint32_t fragments = query + head * Config::kSizes.query + place_of_row(row);
+    const uint32_t factor = factors + head * Config::kSizes.factors + 4 * row;
+    float next[kDim / 32] = {};
 #pragma unroll 1
-    for (int row = first; row < kRows; row += step) {
+    for (int i = -1; first + i * step < count; ++i) {
       float x[kDim / 32];
 #pragma unroll
       for (int k = 0; k < kDim / 32; ++k) x[k] = next[k];
-      read(row + step);
-      if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x, lane);
-      float top = 0.0f;
-      bool finite = true;
-#pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) {
-        top = fmaxf(top, fabsf(x[k]));
-        finite = finite && fabsf(x[k]) < INFINITY;
+      if (first + (i + 1) * step < count) {
+        load_row<kDim>(p.a.query, p.a.dtype, __shfl_sync(~0u, source, i + 1), lane, next);
       }
-      finite = __all_sync(~0u, finite);
-      const uint32_t top_bits = finite ? float_bits(warp_max(top)) : 0;
-      // Exponents are kept where both powers of two are normal.
-      const int exponent =
-          top_bits == 0 ? 0 : min(max(3 - (static_cast<int>(top_bits >> 23) - 127), -120), 120);
-      float up = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
-      if (p.a.softmax_scale < 0.0f) up = -up;
-#pragma unroll
-      for (int k = 0; k < kDim / 32; ++k) {
-        const FragmentPlace at = RowsKeys<kKey, kDim>::place(lane + 32 * k);
-        const int unit = at.step * (kRows / 8) + row / 8;
-        ptx::st_shared_u16(fragments + unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) +
-                               unit % 2 * 8 + 4 * at.reg + 2 * at.half,
-                           finite ? float_to_half_bits(x[k] * up) : uint16_t{0x7e00});
-      }
-      if (lane == 0) {
-        const float down = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
-        const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
-        ptx::st_shared_float(factors + 4 * row, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
-        if (ranges != 0) write_range(row, ranges + 8 * row);
-      }
+      if (i < 0) continue;
+      write(x, __shfl_sync(~0u, fragments, i), __shfl_sync(~0u, factor, i));
     }
-    __syncthreads();
   }
 
-  __device__ void write_range(int row, uint32_t range) const {
-    int64_t begin = 0, end = 0;
-    if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
-    if (p.plan.raw_chunk) end = min(end, tile.cached_len);
-    const auto word = [](int64_t position) {
-      return static_cast<uint32_t>(min(max(position, int64_t{0}), int64_t{0x7fffffff}));
-    };
-    ptx::st_shared2(range, word(begin), word(end));
+  __device__ void write(float (&x)[kDim / 32], uint32_t fragments, uint32_t factor) const {
+    if constexpr (kRotatedKeys<kKey>) transform_row<kDim>(x, lane);
+    // Magnitudes compare as their bits do, and what is not finite as the largest.
+    uint32_t top = 0;
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) top = max(top, float_bits(fabsf(x[k])));
+    top = __reduce_max_sync(~0u, top);
+    // Exponents are kept where both powers of two are normal.
+    const int exponent =
+        top == 0 ? 0 : min(max(3 - (static_cast<int>(top >> 23) - 127), -120), 120);
+    float up = bits_float(static_cast<uint32_t>(127 + exponent) << 23);
+    if (p.a.softmax_scale < 0.0f) up = -up;
+    if (top >= 0x7f800000u) up = NAN;
+    fragments += place(lane);
+#pragma unroll
+    for (int k = 0; k < kDim / 32; ++k) {
+      ptx::st_shared_u16(fragments + place(32 * k), float_to_half_bits(x[k] * up));
+    }
+    if (lane != 0) return;
+    const float down = bits_float(static_cast<uint32_t>(127 - exponent) << 23);
+    const float unit = kRotatedKeys<kKey> ? rsqrtf(static_cast<float>(kDim)) : 1.0f;
+    ptx::st_shared_float(factor, fabsf(p.a.softmax_scale) * down * unit * kLog2e);
   }
 };
+
+// By a warp: the visible [begin, end) of every row.
+template <int kRows>
+__device__ inline void write_ranges(const RowsParams& p, const RowsTile& tile, uint32_t ranges,
+                                    int row) {
+  if (row >= kRows) return;
+  int64_t begin = 0, end = 0;
+  if (row < tile.num_rows()) row_range(p, tile, row / tile.num_heads, &begin, &end);
+  if (p.plan.raw_chunk) end = min(end, tile.cached_len);
+  const auto word = [](int64_t position) {
+    return static_cast<uint32_t>(min(max(position, int64_t{0}), int64_t{0x7fffffff}));
+  };
+  ptx::st_shared2(ranges + 8 * row, word(begin), word(end));
+}
 
 // A fragments of V^T: registers 0, 1 are rows "even" and "odd" of dimensions dim(t, g) and
 // dim(t, g) + 1 for tokens 2c and 2c + 1, registers 2, 3 the same for tokens 2c + 8 and 2c + 9.

@@ -115,7 +115,7 @@ struct RowsWarp {
     const uint32_t key0 = slot0 + Keys::kLaneBytes * c, key1 = slot1 + Keys::kLaneBytes * c;
 #pragma unroll kUnroll
     for (int block = 0; block < Keys::kBlocks; ++block) {
-      uint32_t a[Keys::kBlockSteps][4], squares[2];
+      uint32_t a[Keys::kBlockSteps][4], squares[4];
       keys.load(key0, key1, block, a);
 #pragma unroll
       for (int s = 0; s < Keys::kBlockSteps; ++s) {
@@ -127,16 +127,16 @@ struct RowsWarp {
           ptx::mma_m16n8k16(chains[k % kChains][n], a[s], b[n][0], b[n][1]);
         }
         if constexpr (kRotatedKeys<Config::kKey>) {
-          // |k|^2: four squares a half in fp16, the rest by the tensor core, which leaves the sum
+          // |k|^2: two squares a half in fp16, the rest by the tensor core, which leaves the sum
           // with every lane of the token.
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            squares[t] =
-                s % 2 == 0 ? half2_mul(a[s][t], a[s][t]) : half2_fma(a[s][t], a[s][t], squares[t]);
-            squares[t] = half2_fma(a[s][t + 2], a[s][t + 2], squares[t]);
+            squares[s % 2 * 2 + t] =
+                half2_fma(a[s][t + 2], a[s][t + 2], half2_mul(a[s][t], a[s][t]));
           }
           if (s % 2 == 1) {
-            ptx::mma_m16n8k8(norms, squares[0], squares[1], half2_broadcast(0x3c00));
+            constexpr uint32_t kOne = half2_broadcast(0x3c00);
+            ptx::mma_m16n8k16(norms, squares, kOne, kOne);
           }
         }
       }
@@ -203,16 +203,15 @@ struct RowsWarp {
 
   // The same, capped; what a row does not see becomes -inf. Returns a bit a score that its row
   // sees.
-  __device__ uint32_t scale_and_hide(float (&x)[kTiles][4], const Slots& slots, float softcap,
+  __device__ uint32_t scale_and_hide(float (&x)[kTiles][4], const Slots& slots, const RowsParams& p,
                                      bool all_visible, uint32_t ranges, int position) const {
     scale_scores(x, slots);
-    const float cap = softcap * kLog2e, doubled = 2.0f * kLog2e / cap;
     uint32_t visible = 0;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (softcap > 0.0f) x[n][i] = cap * capped(x[n][i], doubled);
+        if (p.cap > 0.0f) x[n][i] = p.cap * capped(x[n][i], p.cap_factor);
         const uint32_t row = ranges + 64 * n + 8 * (i % 2);
         const int at = position + 8 * (i / 2);
         const bool sees = all_visible || (at >= static_cast<int>(ptx::ld_shared(row)) &&
@@ -514,71 +513,6 @@ struct RowsWarp {
         for (int i = 0; i < 4; ++i) {
           ptx::st_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i),
                                o[m][n][i]);
-        }
-      }
-    }
-  }
-
-  // Adds a stored state of the same layout to this one.
-  __device__ void merge_state(uint32_t address) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      float mine[2], theirs[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float other = ptx::ld_shared_float(address + 128 * (4 * n + r));
-        const float high = fmaxf(offset[n][r], other);
-        mine[r] = state_weight(offset[n][r], high);
-        theirs[r] = state_weight(other, high);
-        offset[n][r] = high;
-        l[n][r] = fmaf(ptx::ld_shared_float(address + 128 * (4 * n + 2 + r)), theirs[r],
-                       l[n][r] * mine[r]);
-      }
-#pragma unroll
-      for (int m = 0; m < kOutTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float x =
-              ptx::ld_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
-          o[m][n][i] = fmaf(x, theirs[i % 2], o[m][n][i] * mine[i % 2]);
-        }
-      }
-    }
-  }
-
-  // To a partial state, or into what it holds already. One warp has the whole state.
-  __device__ void write_state(const RowsState& partial, int num_rows, bool merge, int lane) const {
-    const int g = lane >> 2, c = lane & 3;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = 8 * n + 2 * c + r;
-        const bool owned = row < num_rows;
-        float high = offset[n][r], sum = l[n][r], mine = 1.0f, theirs = 0.0f;
-        if (merge && owned) {
-          const float other = partial.sums[2 * row];
-          high = fmaxf(high, other);
-          mine = state_weight(offset[n][r], high);
-          theirs = state_weight(other, high);
-          sum = fmaf(partial.sums[2 * row + 1], theirs, sum * mine);
-        }
-        __syncwarp();
-        if (!owned) continue;
-#pragma unroll
-        for (int m = 0; m < kOutTiles; ++m) {
-          const int d = Values::dim(m, g);
-          float2* out = reinterpret_cast<float2*>(partial.out + row * kDim + d);
-          float2 x = {o[m][n][r] * mine, o[m][n][r + 2] * mine};
-          if (merge) {
-            const float2 old = *out;
-            x = {fmaf(old.x, theirs, x.x), fmaf(old.y, theirs, x.y)};
-          }
-          *out = x;
-        }
-        if (g == 0) {
-          partial.sums[2 * row] = high;
-          partial.sums[2 * row + 1] = sum;
         }
       }
     }

@@ -50,39 +50,46 @@ struct RowsPagesPipeline {
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
 
-  __device__ RowsPagesPipeline(const RowsParams& params, const RowsTile& tile,
-                               const RowsRange& keys, int warp, int lane_id)
-      : p(params), range(keys), lane(lane_id), g(lane_id >> 2), c(lane_id & 3), parity(0) {
-    head = warp % p.a.cache.num_kv_heads;
-    page_lane = warp / p.a.cache.num_kv_heads;
+  // Of the warp alone: the range need not be known yet.
+  __device__ RowsPagesPipeline(const RowsParams& params, const RowsRange& keys, int kv_head,
+                               int lane_of_pages, int lane_id)
+      : p(params),
+        range(keys),
+        lane(lane_id),
+        g(lane_id >> 2),
+        c(lane_id & 3),
+        head(kv_head),
+        page_lane(lane_of_pages),
+        parity(0) {
     records = record = p.pages_memory.records + page_lane * p.pages.stages * kRowsPagesRecord;
     const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
     key_offset = keep(head * p.chunk_head_stride + g * stride_token);
     value_offset =
         keep(head * p.chunk_head_stride + 2 * c * stride_token + Warp::value_offset(0, g));
     query = p.pages_memory.query + head * Config::kSizes.query + 16 * lane;
-    straight_groups = (tile.table_position & (kRowsGroupTokens - 1)) == 0;
   }
 
   // The compiler would compute it again for every group.
   __device__ uint32_t keep(uint32_t x) const { return __shfl_sync(~0u, x, lane); }
 
   // Reads pages and starts the first copies.
-  __device__ void start(int first_group, int end_group) {
+  __device__ void start(const RowsTile& tile, int first_group, int end_group) {
+    straight_groups = (tile.table_position & (kRowsGroupTokens - 1)) == 0;
     position = range.origin - range.begin + (first_group + page_lane) * kRowsGroupTokens;
     span = static_cast<int>(
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens) -
         range.begin);
     pages = locate(position + lane * stride());
-    next_pages = locate(position + (32 + lane) * stride());
     copied = p.pages.stages;
-    if (head != 0) return;
-    uint32_t filled = record;
+    if (head == 0) {
+      uint32_t filled = record;
 #pragma unroll 1
-    for (int s = 0; s < p.pages.stages; ++s) {
-      issue(position + s * stride(), __shfl_sync(~0u, pages, s), filled);
-      filled = after(filled);
+      for (int s = 0; s < p.pages.stages; ++s) {
+        issue(position + s * stride(), __shfl_sync(~0u, pages, s), filled);
+        filled = after(filled);
+      }
     }
+    next_pages = locate(position + (32 + lane) * stride());
   }
 
   // From a group of the warp to its next.
@@ -136,7 +143,7 @@ struct RowsPagesPipeline {
         if (lost || !sees(position + g + 8 * i)) slots.value_scale[i] = 0.0f;
       }
       const uint32_t visible =
-          state.scale_and_hide(x, slots, p.a.softcap, range.all_visible(position),
+          state.scale_and_hide(x, slots, p, range.all_visible(position),
                                p.pages_memory.ranges + 16 * c, range.begin + position + g);
       weigh<true>(state, x, slots, visible, e, weights);
     }
@@ -246,22 +253,98 @@ struct RowsPagesPipeline {
   }
 };
 
-// The states of a head's warps become one, always in the same order; the first warp has it.
+// The states of a head's warps, added in index order, to the partial state of the block, or into
+// what it holds already. The head's warps take output tiles in turn.
 template <class Config>
-__device__ void merge_page_lanes(RowsWarp<Config>& state, uint32_t exchange, int heads, int lanes,
-                                 int page_lane, int head, int lane) {
+__device__ void merge_page_lanes(const RowsWarp<Config>& state, const RowsParams& p,
+                                 const RowsTile& tile, bool merge) {
+  using Warp = RowsWarp<Config>;
   constexpr int kStateBytes = rows_state_bytes(Config::kHeadDim, Config::kRows);
-  for (int live = lanes; live > 1;) {
-    const int half = (live + 1) / 2;
-    if (page_lane >= half && page_lane < live) {
-      state.store_state(exchange + ((page_lane - half) * heads + head) * kStateBytes + 4 * lane);
+  constexpr int kMost = Warp::kOutTiles / 2;  // there are at least two lanes of pages
+  // Read back, so that nothing that follows from it takes registers in the main loop.
+  const int thread = __shfl_sync(~0u, static_cast<int>(threadIdx.x), threadIdx.x);
+  const int lane = thread & 31, warp = thread >> 5, g = lane >> 2, c = lane & 3;
+  const int heads = p.a.cache.num_kv_heads, lanes = p.pages.lanes;
+  const int head = warp % heads, page_lane = warp / heads, num_rows = tile.num_rows();
+  const RowsState partial =
+      rows_state(p, int64_t{blockIdx.x} * heads + head, Config::kRows, Config::kHeadDim);
+  const auto state_of = [&](int t) {
+    return p.pages_memory.chunks + (t * heads + head) * kStateBytes + 4 * lane;
+  };
+  const auto out_of = [&](int r, int m) {
+    return reinterpret_cast<float2*>(partial.out + (2 * c + r) * Config::kHeadDim +
+                                     Warp::Values::dim(m, g));
+  };
+  state.store_state(state_of(page_lane));
+  __syncthreads();
+  bool owned[2];
+  float old[2], high[2], l[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = 2 * c + r;
+    owned[r] = row < num_rows;
+    old[r] = merge && owned[r] ? partial.sums[2 * row] : -INFINITY;
+    l[r] = merge && owned[r] ? partial.sums[2 * row + 1] : 0.0f;
+    high[r] = old[r];
+  }
+  if (merge) __syncthreads();  // one warp writes the sums anew
+#pragma unroll 1
+  for (int first = 0; first < lanes; first += 4) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t at = state_of(min(first + t, lanes - 1));
+      high[0] = fmaxf(high[0], ptx::ld_shared_float(at));
+      high[1] = fmaxf(high[1], ptx::ld_shared_float(at + 128));
     }
-    __syncthreads();
-    if (page_lane + half < live) {
-      state.merge_state(exchange + (page_lane * heads + head) * kStateBytes + 4 * lane);
+  }
+  float x[kMost][4] = {};
+  if (merge) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float weight = state_weight(old[r], high[r]);
+      l[r] *= weight;
+#pragma unroll
+      for (int k = 0; k < kMost; ++k) {
+        const int m = page_lane + k * lanes;
+        if (m >= Warp::kOutTiles || !owned[r]) continue;
+        const float2 before = *out_of(r, m);
+        x[k][r] = before.x * weight;
+        x[k][r + 2] = before.y * weight;
+      }
     }
-    __syncthreads();
-    live = half;
+  }
+#pragma unroll 1
+  for (int t = 0; t < lanes; ++t) {
+    const uint32_t at = state_of(t);
+    float weight[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      weight[r] = state_weight(ptx::ld_shared_float(at + 128 * r), high[r]);
+      l[r] = fmaf(ptx::ld_shared_float(at + 128 * (2 + r)), weight[r], l[r]);
+    }
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int m = page_lane + k * lanes;
+      if (m >= Warp::kOutTiles) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        x[k][i] = fmaf(ptx::ld_shared_float(at + 512 * (1 + m) + 128 * i), weight[i % 2], x[k][i]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!owned[r]) continue;
+#pragma unroll
+    for (int k = 0; k < kMost; ++k) {
+      const int m = page_lane + k * lanes;
+      if (m >= Warp::kOutTiles) break;
+      *out_of(r, m) = {x[k][r], x[k][r + 2]};
+    }
+    if (page_lane == 0 && g == 0) {
+      partial.sums[4 * c + 2 * r] = high[r];
+      partial.sums[4 * c + 2 * r + 1] = l[r];
+    }
   }
 }
 
@@ -284,6 +367,7 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
     if (warp != 0) {
       fill_key_table<Config::kKey>(p, memory.table, threadIdx.x - 32, blockDim.x - 32);
     }
+    clear_queries(memory.factors, memory.ranges);
     const int chunks = p.pages.lanes * p.pages.stages;
     // By the last warps: the first one is awaited.
     const int chunk = static_cast<int>(blockDim.x - 1 - threadIdx.x);
@@ -309,6 +393,7 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
         ptx::st_shared_u64(memory.bases + 8, reinterpret_cast<uint64_t>(p.a.cache.pages));
       }
     }
+    RowsPagesPipeline<Config> pipeline(p, range, head, page_lane, lane);
     __syncthreads();
     if (tile.num_queries <= 0) return;
 
@@ -330,26 +415,33 @@ __global__ void __launch_bounds__(32 * kRowsPagesWarps, 1)
 
     const int epoch_groups = p.pages.lanes * (kRowsEpochTokens / kRowsGroupTokens);
     RowsWarp<Config> state;
-    RowsPagesPipeline<Config> pipeline(p, tile, range, warp, lane);
+    // Queries are prepared by warps that start no copies; where each has some to start, by half of
+    // them.
+    const int lanes = p.pages.lanes;
+    const int helper = heads == 1  ? page_lane - lanes / 2
+                       : head != 0 ? page_lane * (heads - 1) + head - 1
+                                   : -1;
+    if (helper >= 0) {
+      const QueryRows<Config> queries{p, tile, memory.query, memory.factors, lane};
+      queries.prepare(0, heads, helper, heads == 1 ? lanes - lanes / 2 : lanes * (heads - 1));
+    }
     for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
-      pipeline.start(first, min(range.end_group, first + epoch_groups));
+      pipeline.start(tile, first, min(range.end_group, first + epoch_groups));
       if (first == range.first_group) {
-        QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, head, page_lane, p.pages.lanes,
-                                                           lane);
-        const uint32_t factors = memory.factors + head * Config::kSizes.factors;
-        queries.template prepare<Config::kKey>(memory.query + head * Config::kSizes.query, factors,
-                                               head == 0 ? memory.ranges : 0);
-        state.load_queries(pipeline.query, factors, pipeline.c);
+        if (warp == 0) write_ranges<Config::kRows>(p, tile, memory.ranges, lane);
+        __syncthreads();
+        state.load_queries(pipeline.query, memory.factors + head * Config::kSizes.factors,
+                           pipeline.c);
       }
       state.reset();
       pipeline.run(state);
       state.finish(0, 0, pipeline.g, pipeline.c, [] {});
-      // Chunks are idle once every warp is here, and free again when the states are out.
+      // Chunks and the key table are idle once every warp is here: states take their place.
       __syncthreads();
-      merge_page_lanes(state, memory.exchange, heads, p.pages.lanes, page_lane, head, lane);
-      if (page_lane == 0) {
-        state.write_state(partial_of(head), tile.num_rows(), first > range.first_group, lane);
-      }
+      merge_page_lanes(state, p, tile, first > range.first_group);
+      if (first + epoch_groups >= range.end_group) return;
+      __syncthreads();
+      fill_key_table<Config::kKey>(p, memory.table, threadIdx.x, blockDim.x);
       ptx::fence_proxy_async();
       __syncthreads();
     }
