@@ -48,7 +48,7 @@ uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_
 }
 
 RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, const RowsPages& pages,
-                            int warps, bool wide_table, Workspace workspace, int64_t states) {
+                            const RowsVerify& verify, int warps, bool wide_table, Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -80,6 +80,13 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
     params.bulk_pages = pages_within(call.cache, params.pool_end,
                                      (layout.copies - 1) * call.cache.stride_head +
                                          call.cache.block_size * call.cache.stride_token);
+  }
+  if (plan.verify_heads > 0) {
+    params.verify = verify;
+    params.verify_memory = rows_verify_memory(format, plan.rows, kRowsSharedBase, verify);
+    const int64_t last = call.cache.slot_offset(0, call.cache.block_size - 1,
+                                                call.cache.num_kv_heads - verify.heads);
+    params.bulk_pages = pages_within(call.cache, params.pool_end, last / 16 * 16 + verify.row_bytes);
   }
   params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&
                         call.cache.stride_token < (int64_t{1} << 26) &&
@@ -161,10 +168,17 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const RowsPages pages = pages_of(call, device);
   if (plan.pages) residency = {pages.warps, pages.shared_bytes};
+  RowsVerify verify;
+  if (plan.verify_heads > 0) {
+    verify = verify_of(call, device, plan.rows);
+    residency = {verify.warps, verify.shared_bytes};
+  }
   const int64_t tile_states = plan.num_tiles * plan.num_subtiles * plan.num_states();
   const int64_t states = tile_states * shape.num_kv_heads;
-  const int64_t blocks = plan.pages ? tile_states : states;
-  RowsParams params = make_rows_params(call, plan, pages, residency.warps,
+  const int64_t blocks = plan.pages              ? tile_states
+                         : plan.verify_heads > 0 ? states / plan.verify_heads
+                                                 : states;
+  RowsParams params = make_rows_params(call, plan, pages, verify, residency.warps,
                                        rows_wide_table(device.arch), workspace, states);
   params.early_launch = device.arch >= 90;
   if (blocks > 0) {

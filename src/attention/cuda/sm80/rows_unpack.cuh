@@ -250,8 +250,9 @@ struct QueryRows {
     }
   }
 
-  // The whole block takes part: ends with a barrier.
-  template <KeyCode kKey>
+  // The whole block takes part: ends with a barrier. kCorePitch: not fragments but the core matrices
+  // of a k-major wgmma operand, so many bytes apart, those of a k8 step side by side.
+  template <KeyCode kKey, int kCorePitch = 0>
   __device__ void prepare(uint32_t fragments, uint32_t factors, uint32_t ranges) {
 #pragma unroll 1
     for (int row = first; row < kRows; row += step) {
@@ -278,8 +279,12 @@ struct QueryRows {
       for (int k = 0; k < kDim / 32; ++k) {
         const FragmentPlace at = RowsKeys<kKey, kDim>::place(lane + 32 * k);
         const int unit = at.step * (kRows / 8) + row / 8;
-        ptx::st_shared_u16(fragments + unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) +
-                               unit % 2 * 8 + 4 * at.reg + 2 * at.half,
+        const int core = (2 * at.step + at.reg) * (kRows / 8) + row / 8;
+        const int place = kCorePitch > 0
+                              ? core * kCorePitch + 16 * (row % 8) + 4 * at.column + 2 * at.half
+                              : unit / 2 * 512 + 16 * (row % 8 * 4 + at.column) + unit % 2 * 8 +
+                                    4 * at.reg + 2 * at.half;
+        ptx::st_shared_u16(fragments + place,
                            finite ? float_to_half_bits(x[k] * up) : uint16_t{0x7e00});
       }
       if (lane == 0) {
@@ -289,6 +294,9 @@ struct QueryRows {
         if (ranges != 0) write_range(row, ranges + 8 * row);
       }
     }
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kCorePitch > 0) ptx::fence_proxy_async();
+#endif
     __syncthreads();
   }
 
