@@ -124,7 +124,7 @@ struct RowsVerifyPipeline {
   // Products whose A operands are in registers at once.
   static constexpr int kBlocks = Keys::kBlockSteps >= 4 ? 1 : 4 / Keys::kBlockSteps;
   static constexpr int kKeySteps = kBlocks * Keys::kBlockSteps;
-  static constexpr int kValueGroups = kOutTiles == 2 ? 4 : 2;
+  static constexpr int kValueGroups = kOutTiles == 2 ? 2 : 1;
 
   const RowsParams& p;
   const RowsRange& range;
@@ -132,8 +132,9 @@ struct RowsVerifyPipeline {
   int warpgroup, head, chunk_lane;
   int first_head;           // of the block
   uint32_t records;         // of the lane
-  uint32_t key_offset[2];   // of tokens g and g + 8 in a group
-  uint32_t value_offset[4]; // of the lane's values of tokens 2c, 2c + 1, 2c + 8 and 2c + 9
+  // In a group, of token g, and of the lane's values of tokens 2c and 2c + 1. Eight tokens on, a
+  // slot is as far from a granule.
+  uint32_t key_offset, value_offset[2];
   uint32_t query, scratch, weights;
   bool straight_groups;
   // Of the epoch.
@@ -152,12 +153,10 @@ struct RowsVerifyPipeline {
     head = warpgroup % p.verify.heads;
     chunk_lane = warpgroup / p.verify.heads;
     records = record = p.verify_memory.records + chunk_lane * p.verify.stages * kRowsVerifyRecord;
+    key_offset = keep(token_offset(g));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) key_offset[i] = keep(token_offset(g + 8 * i));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      value_offset[i] =
-          keep(token_offset(2 * c + i % 2 + i / 2 * 8) + Warp::value_offset(warp, g));
+    for (int i = 0; i < 2; ++i) {
+      value_offset[i] = keep(token_offset(2 * c + i) + Warp::value_offset(warp, g));
     }
     query = p.verify_memory.query + head * Config::kQueryBytes;
     scratch = p.verify_memory.scratch + warpgroup * Config::kScratch;
@@ -233,7 +232,7 @@ struct RowsVerifyPipeline {
     typename Warp::Slots slots;
     const uint32_t keys = ptx::ld_shared(record + RowsVerifyRecord::kAddress + 4 * warp);
     const uint32_t by_hand = ptx::ld_shared(record + RowsVerifyRecord::kByHand);
-    score(state, keys + key_offset[0], keys + key_offset[1], x, &slots);
+    score(state, keys + key_offset, keys + key_offset + 8 * p.verify.pitch, x, &slots);
     const int mine = position + kRowsGroupTokens * warp;
     if (__all_sync(~0u, range.is_fast(mine) && mine + kRowsGroupTokens <= span && by_hand == 0))
         [[likely]] {
@@ -365,8 +364,9 @@ struct RowsVerifyPipeline {
       for (int k = 0; k < kValueGroups; ++k) {
         const uint32_t values = ptx::ld_shared(record + RowsVerifyRecord::kAddress +
                                                4 * (batch * kValueGroups + k));
-        const uint32_t rows[4] = {values + value_offset[0], values + value_offset[1],
-                                  values + value_offset[2], values + value_offset[3]};
+        const uint32_t row0 = values + value_offset[0], row1 = values + value_offset[1];
+        const uint32_t rows[4] = {row0, row1, row0 + 8 * p.verify.pitch,
+                                  row1 + 8 * p.verify.pitch};
 #pragma unroll
         for (int block = 0; block < Values::kBlocks; ++block) {
           uint32_t pairs[2][Values::kPairWords], unpacked[Values::kBlockTiles][4];
@@ -447,7 +447,7 @@ struct RowsVerifyPipeline {
   }
 
   __device__ void fill_by_hand(int distance, uint32_t into) const {
-    uint32_t lost[2] = {};
+    uint64_t lost = 0;
 #pragma unroll 1
     for (int token = 0; token < kRowsVerifyTokens; ++token) {
       if (!sees(distance + token)) continue;
@@ -455,7 +455,7 @@ struct RowsVerifyPipeline {
       const int page = rows_page_of(p, p.verify_memory.bases, distance + token + range.to_table,
                                     &in_page);
       if (static_cast<uint32_t>(page) >= p.pool_pages) {
-        lost[token / 32] |= 1u << (token % 32);
+        lost |= uint64_t{1} << token;
         continue;
       }
       const auto* slots =
@@ -481,7 +481,7 @@ struct RowsVerifyPipeline {
     __syncwarp();
     if (lane == 0) {
       ptx::st_shared(into + RowsVerifyRecord::kByHand, 1);
-      ptx::st_shared2(into + RowsVerifyRecord::kLost, lost[0], lost[1]);
+      ptx::st_shared_u64(into + RowsVerifyRecord::kLost, lost);
       ptx::mbarrier_arrive(into);
     }
   }
