@@ -258,7 +258,7 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
 // long, times several lanes of chunks.
 inline constexpr int kRowsVerifyTokens = 64;
 inline constexpr int kRowsVerifyMaxStages = 4;
-inline constexpr int kRowsVerifyRecord = 48;  // what warps know of a chunk
+inline constexpr int kRowsVerifyRecord = 96;  // what warps know of a chunk
 inline constexpr int kRowsVerifyEpochGroups = kRowsEpochTokens / kRowsGroupTokens;  // of a lane
 
 struct RowsVerify {
@@ -266,7 +266,7 @@ struct RowsVerify {
   int heads = 0;  // of a block
   int lanes = 0;  // warpgroups of one head
   int stages = 0;
-  int row_bytes = 0;  // copied of a token
+  int row_bytes = 0;  // of a token: from the block's first head to the end of its last
   int pitch = 0;      // from a token to the next in a chunk
   int shared_bytes = 0;
 };
@@ -280,7 +280,7 @@ constexpr int rows_verify_state_bytes(int head_dim, int rows) {
 }
 
 struct RowsVerifyMemory {
-  uint32_t bases = 0;  // of the sequence's table row, and of the block's first slot
+  uint32_t bases = 0;  // of the sequence's table row
   uint32_t factors = 0, ranges = 0, records = 0, scratch = 0;
   uint32_t pages = 0;  // of the groups of an epoch
   uint32_t weights = 0, query = 0, table = 0;
@@ -332,16 +332,16 @@ constexpr RowsVerifyMemory rows_verify_memory(const SlotFormat& format, int rows
   return memory;
 }
 
-// `row_bytes`: what is copied of a token for so many heads.
+// `row_bytes` of a token for so many heads; `granules`, the most that such rows touch.
 inline RowsVerify rows_verify(const SlotFormat& format, int rows, int heads, int row_bytes,
-                              int shared_per_block) {
+                              int granules, int shared_per_block) {
   constexpr int kStaticBytes = 128;
   RowsVerify verify;
   verify.heads = heads;
   verify.lanes = rows_verify_warpgroups(format.head_dim) / heads;
   verify.warps = 4 * heads * verify.lanes;
   verify.row_bytes = row_bytes;
-  verify.pitch = 16 * (row_bytes / 16 | 1);
+  verify.pitch = 16 * (granules | 1);
   for (verify.stages = kRowsVerifyMaxStages; verify.stages >= 2; --verify.stages) {
     const RowsVerifyMemory memory = rows_verify_memory(format, rows, kRowsSharedBase, verify);
     verify.shared_bytes = static_cast<int>(memory.end) - kRowsSharedStart;

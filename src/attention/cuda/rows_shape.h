@@ -61,17 +61,17 @@ inline RowsVerify verify_of(const AttentionCall& call, const DeviceInfo& device,
   if (side_by_side && format.head_dim == 128) {
     heads = cache.num_kv_heads % 4 == 0 ? 4 : cache.num_kv_heads % 2 == 0 ? 2 : 1;
   }
+  const int64_t row_bytes = (heads - 1) * cache.stride_head + slot;
   int64_t reach = 0;
-  for (int64_t start = 0; start < cache.num_kv_heads * cache.stride_head;
-       start += heads * cache.stride_head) {
+  for (int64_t head = 0; head < cache.num_kv_heads; head += heads) {
     for (int64_t token = 0; token < kRowsGroupTokens; ++token) {
-      const int64_t phase = (start + token * cache.stride_token) & 15;
-      reach = std::max(reach, phase + (heads - 1) * cache.stride_head + slot);
+      const int64_t phase = (head * cache.stride_head + token * cache.stride_token) & 15;
+      reach = std::max(reach, phase + row_bytes);
     }
   }
   if (reach > 4096) return {};
-  return rows_verify(format, rows, heads, static_cast<int>((reach + 15) / 16 * 16),
-                     device.shared_bytes_per_block);
+  return rows_verify(format, rows, heads, static_cast<int>(row_bytes),
+                     static_cast<int>((reach + 15) / 16), device.shared_bytes_per_block);
 }
 
 inline RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {

@@ -107,10 +107,12 @@ struct RowsVerifyConfig : Rows {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// A chunk's record: barrier, how many warps have left it, whether it was filled by hand, and then
-// which of its tokens are visible but have no page; the addresses of its groups.
+// A chunk's record: the barriers of its arrival and of its last reader, the addresses of its groups,
+// and a note of every head's part of every group. A note that is not 0 marks a part filled by hand;
+// its low bits, tokens that are visible but have no page.
 struct RowsVerifyRecord {
-  static constexpr int kLeft = 8, kByHand = 12, kLost = 16, kAddress = 32;
+  static constexpr int kEmpty = 8, kAddress = 16, kNotes = 32;
+  static constexpr uint32_t kByHand = 1u << kRowsGroupTokens;
 };
 
 // The chunks of one epoch that a warpgroup's lane takes.
@@ -136,14 +138,15 @@ struct RowsVerifyPipeline {
   // slot is as far from a granule.
   uint32_t key_offset, value_offset[2];
   uint32_t query, scratch, weights;
-  bool straight_groups;
+  int part_bytes;  // of the tokens that the warp copies
   // Of the epoch.
   int position, span, group;
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
+  uint32_t left;  // the chunk before it, of several heads; 0: none
 
-  __device__ RowsVerifyPipeline(const RowsParams& params, const RowsTile& tile,
-                                const RowsRange& keys, int block_head, int thread)
+  __device__ RowsVerifyPipeline(const RowsParams& params, const RowsRange& keys, int block_head,
+                                int thread)
       : p(params), range(keys), lane(thread & 31), first_head(block_head), parity(0) {
     g = lane >> 2;
     c = lane & 3;
@@ -161,7 +164,19 @@ struct RowsVerifyPipeline {
     query = p.verify_memory.query + head * Config::kQueryBytes;
     scratch = p.verify_memory.scratch + warpgroup * Config::kScratch;
     weights = p.verify_memory.weights + warpgroup * Config::kWeights;
-    straight_groups = (tile.table_position & (kRowsGroupTokens - 1)) == 0;
+    part_bytes = 0;
+    for (int t = 0; t < part_tokens(); ++t) part_bytes += row_bytes(row_phase(first_token() + t));
+  }
+
+  // The part of a chunk that the warp copies: these tokens of group `warp`.
+  __device__ int part_tokens() const { return kRowsGroupTokens / p.verify.heads; }
+  __device__ int first_token() const { return head * part_tokens(); }
+  __device__ uint32_t note_word() const {
+    return RowsVerifyRecord::kNotes + 16 * warp + 4 * head;
+  }
+  // Whole granules that hold the block's heads of a token.
+  __device__ uint32_t row_bytes(uint32_t phase) const {
+    return (phase + p.verify.row_bytes + 15) & ~15u;
   }
 
   // The compiler would compute it again for every group.
@@ -186,29 +201,28 @@ struct RowsVerifyPipeline {
   }
 
   // By the whole block: reads the epoch's pages, and starts the first copies.
-  __device__ void start(int first_group, int end_group) {
+  __device__ void start(const RowsTile& tile, int first_group, int end_group) {
     const int first = range.origin - range.begin + first_group * kRowsGroupTokens;
     span = static_cast<int>(
         min(int64_t{range.end}, int64_t{range.origin} + int64_t{end_group} * kRowsGroupTokens) -
         range.begin);
+    const bool straight = (tile.table_position & (kRowsGroupTokens - 1)) == 0;
     for (int i = static_cast<int>(threadIdx.x); i < end_group - first_group;
          i += static_cast<int>(blockDim.x)) {
       const int distance = first + i * kRowsGroupTokens;
       uint32_t in_page;
       const int page =
-          straight_groups
-              ? rows_page_of(p, p.verify_memory.bases, distance + range.to_table, &in_page)
-              : -1;
+          straight ? rows_page_of(p, p.verify_memory.bases, distance + range.to_table, &in_page)
+                   : -1;
       ptx::st_shared(page_word(i), static_cast<uint32_t>(page));
     }
     __syncthreads();
     group = chunk_lane * kGroups;
     position = first + group * kRowsGroupTokens;
-    if (head != 0 || warp != 0) return;
     uint32_t filled = record;
 #pragma unroll 1
     for (int s = 0; s < p.verify.stages; ++s) {
-      issue(position + s * stride(), group + s * p.verify.lanes * kGroups, filled);
+      issue(s, filled);
       filled = after(filled);
     }
   }
@@ -219,6 +233,7 @@ struct RowsVerifyPipeline {
   }
 
   __device__ void run(Warp& state) {
+    left = 0;
     for (; position < span; position += stride(), group += p.verify.lanes * kGroups) {
       ptx::mbarrier_wait(record, static_cast<int>(parity));
       step(state);
@@ -231,15 +246,16 @@ struct RowsVerifyPipeline {
     float x[kTiles][4];
     typename Warp::Slots slots;
     const uint32_t keys = ptx::ld_shared(record + RowsVerifyRecord::kAddress + 4 * warp);
-    const uint32_t by_hand = ptx::ld_shared(record + RowsVerifyRecord::kByHand);
+    uint32_t notes[4];
+    ptx::ld_shared4(record + RowsVerifyRecord::kNotes + 16 * warp, &notes[0], &notes[1], &notes[2],
+                    &notes[3]);
+    const uint32_t note = notes[0] | notes[1] | notes[2] | notes[3];
     score(state, keys + key_offset, keys + key_offset + 8 * p.verify.pitch, x, &slots);
     const int mine = position + kRowsGroupTokens * warp;
-    if (__all_sync(~0u, range.is_fast(mine) && mine + kRowsGroupTokens <= span && by_hand == 0))
+    if (__all_sync(~0u, range.is_fast(mine) && mine + kRowsGroupTokens <= span && note == 0))
         [[likely]] {
       weigh<false>(state, x, slots, ~0u);
     } else {
-      const uint32_t note = ptx::ld_shared(record + RowsVerifyRecord::kLost + 4 * (warp / 2)) >>
-                            (16 * (warp % 2));
       // What no row sees, or nobody wrote, must not move the scale.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -403,68 +419,78 @@ struct RowsVerifyPipeline {
     state.centre();
   }
 
-  // The warp has read its chunk; the last one to say so fills it again.
-  __device__ void leave() const {
+  // The warp has read its chunk. What everyone has left is filled again: by several warpgroups, who
+  // are not in step, the chunk before.
+  __device__ void leave() {
     __syncwarp();
-    const auto last = static_cast<uint32_t>(4 * p.verify.heads - 1);
-    const uint32_t left =
-        lane != 0 ? 0 : ptx::shared_increment(record + RowsVerifyRecord::kLeft, last);
-    if (!__any_sync(~0u, lane == 0 && left == last)) return;
-    issue(position + p.verify.stages * stride(), group + p.verify.stages * p.verify.lanes * kGroups,
-          record);
+    if (lane == 0) ptx::mbarrier_arrive(record + RowsVerifyRecord::kEmpty);
+    const bool alone = p.verify.heads == 1;
+    const uint32_t free = alone ? record : left;
+    const int ahead = alone ? p.verify.stages : p.verify.stages - 1;
+    if (free != 0 && position + ahead * stride() < span) {
+      const uint32_t phase = !alone && record == records ? parity ^ 1 : parity;
+      ptx::mbarrier_wait(free + RowsVerifyRecord::kEmpty, static_cast<int>(phase));
+      issue(ahead, free);
+    }
+    left = record;
   }
 
-  // By a whole warp: starts the copy of a chunk whose first group is `first` of the epoch.
-  __device__ void issue(int distance, int first, uint32_t into) const {
-    if (distance >= span) return;
-    const int groups = min(kGroups, (span - distance - 1) / kRowsGroupTokens + 1);
-    const int of_lane = lane & (kGroups - 1);
-    const bool straight =
-        of_lane >= groups || ptx::ld_shared(page_word(first + of_lane)) < p.bulk_pages;
-    if (!__all_sync(~0u, straight)) [[unlikely]]
+  // By every warp of a lane: starts the copy of the chunk that is so many chunks ahead.
+  __device__ void issue(int ahead, uint32_t into) const {
+    const int chunk = position + ahead * stride();
+    if (chunk >= span) return;
+    const int distance = chunk + kRowsGroupTokens * warp;
+    const uint32_t page = __shfl_sync(
+        ~0u,
+        ptx::ld_shared(page_word(min(group + ahead * p.verify.lanes * kGroups + warp,
+                                     p.verify.lanes * kRowsVerifyEpochGroups - 1))),
+        0);
+    if (distance < span && page >= p.bulk_pages) [[unlikely]]
       return fill_by_hand(distance, into);
+    const uint32_t group_address = __shfl_sync(
+        ~0u, ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp), 0);
+    const auto at = static_cast<uint32_t>(distance + range.to_table);
+    const uint32_t in_page =
+        at - p.a.cache.block_divisor.divide(at) * p.a.cache.block_divisor.divisor;
+    uint64_t source = reinterpret_cast<uint64_t>(p.a.cache.pages) +
+                      static_cast<uint64_t>(first_head * p.a.cache.stride_head) +
+                      uint64_t{page} * p.page_stride +
+                      static_cast<uint64_t>(in_page + first_token()) *
+                          static_cast<uint32_t>(p.a.cache.stride_token);
+    uint32_t target = group_address + first_token() * p.verify.pitch;
     if (lane == 0) {
-      ptx::st_shared(into + RowsVerifyRecord::kByHand, 0);
-      ptx::st_shared2(into + RowsVerifyRecord::kLost, 0, 0);
-      ptx::mbarrier_arrive_expect(into, groups * kRowsGroupTokens * p.verify.row_bytes);
+      ptx::st_shared(into + note_word(), 0);
+      ptx::mbarrier_arrive_expect(into, distance < span ? part_bytes : 0);
     }
-    __syncwarp();
-    const uint64_t base = ptx::ld_shared_u64(p.verify_memory.bases + 8);
-    const auto stride_token = static_cast<uint32_t>(p.a.cache.stride_token);
+    if (distance >= span) return;
 #pragma unroll 1
-    for (int i = lane >> 4; i < groups; i += 2) {
-      const auto at = static_cast<uint32_t>(distance + kRowsGroupTokens * i + range.to_table);
-      const uint32_t in_page =
-          at - p.a.cache.block_divisor.divide(at) * p.a.cache.block_divisor.divisor;
-      const uint64_t source = base +
-                              uint64_t{ptx::ld_shared(page_word(first + i))} * p.page_stride +
-                              uint64_t{in_page + (lane & 15)} * stride_token;
-      const uint32_t target = ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * i) +
-                              (lane & 15) * p.verify.pitch;
-      ptx::bulk_copy(target, reinterpret_cast<const void*>(source & ~uint64_t{15}),
-                     p.verify.row_bytes, into);
+    for (int t = 0; t < part_tokens(); ++t) {
+      const auto phase = static_cast<uint32_t>(source) & 15;
+      if (lane == 0) {
+        ptx::bulk_copy(target, reinterpret_cast<const void*>(source - phase),
+                       static_cast<int>(row_bytes(phase)), into);
+      }
+      source += static_cast<uint32_t>(p.a.cache.stride_token);
+      target += p.verify.pitch;
     }
   }
 
+  // The warp's part of a chunk, slot by slot.
   __device__ void fill_by_hand(int distance, uint32_t into) const {
-    uint64_t lost = 0;
+    uint32_t note = RowsVerifyRecord::kByHand;
+    const uint32_t group_address = ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp);
 #pragma unroll 1
-    for (int token = 0; token < kRowsVerifyTokens; ++token) {
-      if (!sees(distance + token)) continue;
+    for (int t = first_token(); t < first_token() + part_tokens(); ++t) {
+      if (!sees(distance + t)) continue;
       uint32_t in_page;
-      const int page = rows_page_of(p, p.verify_memory.bases, distance + token + range.to_table,
-                                    &in_page);
+      const int page =
+          rows_page_of(p, p.verify_memory.bases, distance + t + range.to_table, &in_page);
       if (static_cast<uint32_t>(page) >= p.pool_pages) {
-        lost |= uint64_t{1} << token;
+        note |= 1u << t;
         continue;
       }
-      const auto* slots =
-          reinterpret_cast<const std::byte*>(ptx::ld_shared_u64(p.verify_memory.bases + 8)) +
-          static_cast<uint32_t>(page) * p.a.cache.stride_block + in_page * p.a.cache.stride_token;
-      const int row = token % kRowsGroupTokens;
-      const uint32_t target =
-          ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * (token / kRowsGroupTokens)) +
-          row * p.verify.pitch + row_phase(row);
+      const std::byte* slots = p.a.cache.slot(static_cast<uint32_t>(page), in_page, first_head);
+      const uint32_t target = group_address + t * p.verify.pitch + row_phase(t);
 #pragma unroll 1
       for (int h = 0; h < p.verify.heads; ++h) {
         const auto head_offset = static_cast<uint32_t>(h * p.a.cache.stride_head);
@@ -480,8 +506,7 @@ struct RowsVerifyPipeline {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      ptx::st_shared(into + RowsVerifyRecord::kByHand, 1);
-      ptx::st_shared_u64(into + RowsVerifyRecord::kLost, lost);
+      ptx::st_shared(into + note_word(), note);
       ptx::mbarrier_arrive(into);
     }
   }
@@ -581,10 +606,12 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
   const int chunk = static_cast<int>(blockDim.x - 1 - threadIdx.x);
   if (chunk < p.verify.lanes * p.verify.stages) {
     const uint32_t record = memory.records + chunk * kRowsVerifyRecord;
-    ptx::mbarrier_init(record, 1);
-    ptx::st_shared(record + RowsVerifyRecord::kLeft, 0);
+    ptx::mbarrier_init(record, 4 * heads);
+    ptx::mbarrier_init(record + RowsVerifyRecord::kEmpty, 4 * heads);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      // Notes of heads that the block does not have.
+      ptx::st_shared4(record + RowsVerifyRecord::kNotes + 16 * i, 0, 0, 0, 0);
       ptx::st_shared(record + RowsVerifyRecord::kAddress + 4 * i,
                      memory.group(4 * chunk + i, kRowsGroupTokens * p.verify.pitch));
     }
@@ -602,9 +629,6 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
       tile = found;
       range = rows_packed_range(p, found, split);
       ptx::st_shared_u64(memory.bases, reinterpret_cast<uint64_t>(p.a.table_row(found.seq)));
-      ptx::st_shared_u64(memory.bases + 8,
-                         reinterpret_cast<uint64_t>(p.a.cache.pages +
-                                                    first_head * p.a.cache.stride_head));
     }
   }
   __syncthreads();
@@ -628,9 +652,9 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
 
   const int epoch_groups = p.verify.lanes * kRowsVerifyEpochGroups;
   RowsWarp<Config> state;
-  RowsVerifyPipeline<Config> pipeline(p, tile, range, first_head, threadIdx.x);
+  RowsVerifyPipeline<Config> pipeline(p, range, first_head, threadIdx.x);
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
-    pipeline.start(first, min(range.end_group, first + epoch_groups));
+    pipeline.start(tile, first, min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
       QueryRows<Config::kHeadDim, Config::kRows> queries(
           p, tile, first_head + pipeline.head, 4 * pipeline.chunk_lane + pipeline.warp,
