@@ -86,6 +86,7 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
     params.verify_memory = rows_verify_memory(format, plan.rows, kRowsSharedBase, verify);
     const int64_t last = call.cache.slot_offset(0, call.cache.block_size - 1,
                                                 call.cache.num_kv_heads - verify.heads);
+    params.wide_pages = pages_within(call.cache, params.pool_end, last + verify.copy_bytes);
     params.bulk_pages = pages_within(call.cache, params.pool_end, (last + verify.row_bytes + 15) / 16 * 16);
   }
   params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&

@@ -32,7 +32,9 @@ struct RowsParams {
   uint32_t bulk_pages = 0;
   int chunk_copies = 1;  // one, or one a head
   uint32_t chunk_head_stride = 0;
-  // Blocks of warpgroups (plan.verify_heads); bulk_pages as above.
+  // Blocks of warpgroups (plan.verify_heads): bulk_pages as above; of the first ones, granules past
+  // the end of a row are the pool's too.
+  uint32_t wide_pages = 0;
   RowsVerify verify;
   RowsVerifyMemory verify_memory;
   float key_gain = 1.0f;  // undoes the codebook's factor without norm correction

@@ -258,7 +258,7 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
 // long, times several lanes of chunks.
 inline constexpr int kRowsVerifyTokens = 64;
 inline constexpr int kRowsVerifyMaxStages = 4;
-inline constexpr int kRowsVerifyRecord = 96;  // what warps know of a chunk
+inline constexpr int kRowsVerifyRecord = 48;  // what warps know of a chunk
 inline constexpr int kRowsVerifyEpochGroups = kRowsEpochTokens / kRowsGroupTokens;  // of a lane
 
 struct RowsVerify {
@@ -267,7 +267,8 @@ struct RowsVerify {
   int lanes = 0;  // warpgroups of one head
   int stages = 0;
   int row_bytes = 0;  // of a token: from the block's first head to the end of its last
-  int pitch = 0;      // from a token to the next in a chunk
+  int copy_bytes = 0;  // granules that hold any such row
+  int pitch = 0;       // from a token to the next in a chunk
   int shared_bytes = 0;
 };
 
@@ -341,6 +342,7 @@ inline RowsVerify rows_verify(const SlotFormat& format, int rows, int heads, int
   verify.lanes = rows_verify_warpgroups(format.head_dim) / heads;
   verify.warps = 4 * heads * verify.lanes;
   verify.row_bytes = row_bytes;
+  verify.copy_bytes = 16 * granules;
   verify.pitch = 16 * (granules | 1);
   for (verify.stages = kRowsVerifyMaxStages; verify.stages >= 2; --verify.stages) {
     const RowsVerifyMemory memory = rows_verify_memory(format, rows, kRowsSharedBase, verify);

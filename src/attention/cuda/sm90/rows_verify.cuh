@@ -108,8 +108,8 @@ struct RowsVerifyConfig : Rows {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 // A chunk's record: the barriers of its arrival and of its last reader, the addresses of its groups,
-// and a note of every head's part of every group. A note that is not 0 marks a part filled by hand;
-// its low bits, tokens that are visible but have no page.
+// and a note of each. A note that is not 0 marks a group filled by hand; its low bits, tokens that
+// are visible but have no page.
 struct RowsVerifyRecord {
   static constexpr int kEmpty = 8, kAddress = 16, kNotes = 32;
   static constexpr uint32_t kByHand = 1u << kRowsGroupTokens;
@@ -138,12 +138,12 @@ struct RowsVerifyPipeline {
   // slot is as far from a granule.
   uint32_t key_offset, value_offset[2];
   uint32_t query, scratch, weights;
-  int part_bytes;  // of the tokens that the warp copies
   // Of the epoch.
   int position, span, group;
   // Of the chunk that is read next; goes on from epoch to epoch.
   uint32_t record, parity;
   uint32_t left;  // the chunk before it, of several heads; 0: none
+  int turn;       // the head whose warpgroup starts the next copy
 
   __device__ RowsVerifyPipeline(const RowsParams& params, const RowsRange& keys, int block_head,
                                 int thread)
@@ -164,16 +164,9 @@ struct RowsVerifyPipeline {
     query = p.verify_memory.query + head * Config::kQueryBytes;
     scratch = p.verify_memory.scratch + warpgroup * Config::kScratch;
     weights = p.verify_memory.weights + warpgroup * Config::kWeights;
-    part_bytes = 0;
-    for (int t = 0; t < part_tokens(); ++t) part_bytes += row_bytes(row_phase(first_token() + t));
+    turn = 0;
   }
 
-  // The part of a chunk that the warp copies: these tokens of group `warp`.
-  __device__ int part_tokens() const { return kRowsGroupTokens / p.verify.heads; }
-  __device__ int first_token() const { return head * part_tokens(); }
-  __device__ uint32_t note_word() const {
-    return RowsVerifyRecord::kNotes + 16 * warp + 4 * head;
-  }
   // Whole granules that hold the block's heads of a token.
   __device__ uint32_t row_bytes(uint32_t phase) const {
     return (phase + p.verify.row_bytes + 15) & ~15u;
@@ -222,9 +215,15 @@ struct RowsVerifyPipeline {
     uint32_t filled = record;
 #pragma unroll 1
     for (int s = 0; s < p.verify.stages; ++s) {
-      issue(s, filled);
+      if (take_turn()) issue(s, filled);
       filled = after(filled);
     }
+  }
+
+  __device__ bool take_turn() {
+    const bool mine = head == turn;
+    turn = turn + 1 == p.verify.heads ? 0 : turn + 1;
+    return mine;
   }
 
   __device__ uint32_t after(uint32_t r) const {
@@ -246,10 +245,7 @@ struct RowsVerifyPipeline {
     float x[kTiles][4];
     typename Warp::Slots slots;
     const uint32_t keys = ptx::ld_shared(record + RowsVerifyRecord::kAddress + 4 * warp);
-    uint32_t notes[4];
-    ptx::ld_shared4(record + RowsVerifyRecord::kNotes + 16 * warp, &notes[0], &notes[1], &notes[2],
-                    &notes[3]);
-    const uint32_t note = notes[0] | notes[1] | notes[2] | notes[3];
+    const uint32_t note = ptx::ld_shared(record + RowsVerifyRecord::kNotes + 4 * warp);
     score(state, keys + key_offset, keys + key_offset + 8 * p.verify.pitch, x, &slots);
     const int mine = position + kRowsGroupTokens * warp;
     if (__all_sync(~0u, range.is_fast(mine) && mine + kRowsGroupTokens <= span && note == 0))
@@ -427,60 +423,73 @@ struct RowsVerifyPipeline {
     const bool alone = p.verify.heads == 1;
     const uint32_t free = alone ? record : left;
     const int ahead = alone ? p.verify.stages : p.verify.stages - 1;
-    if (free != 0 && position + ahead * stride() < span) {
-      const uint32_t phase = !alone && record == records ? parity ^ 1 : parity;
-      ptx::mbarrier_wait(free + RowsVerifyRecord::kEmpty, static_cast<int>(phase));
-      issue(ahead, free);
-    }
     left = record;
+    if (!take_turn() || free == 0 || position + ahead * stride() >= span) return;
+    const uint32_t phase = !alone && record == records ? parity ^ 1 : parity;
+    ptx::mbarrier_wait(free + RowsVerifyRecord::kEmpty, static_cast<int>(phase));
+    issue(ahead, free);
   }
 
-  // By every warp of a lane: starts the copy of the chunk that is so many chunks ahead.
+  // By a warpgroup, a group a warp: starts the copy of the chunk that is so many chunks ahead.
   __device__ void issue(int ahead, uint32_t into) const {
-    const int chunk = position + ahead * stride();
-    if (chunk >= span) return;
-    const int distance = chunk + kRowsGroupTokens * warp;
+    const int distance = position + ahead * stride() + kRowsGroupTokens * warp;
+    if (distance - kRowsGroupTokens * warp >= span) return;
+    if (distance >= span) {
+      // Not a group of the range.
+      if (lane == 0) ptx::mbarrier_arrive(into);
+      return;
+    }
     const uint32_t page = __shfl_sync(
-        ~0u,
-        ptx::ld_shared(page_word(min(group + ahead * p.verify.lanes * kGroups + warp,
-                                     p.verify.lanes * kRowsVerifyEpochGroups - 1))),
-        0);
-    if (distance < span && page >= p.bulk_pages) [[unlikely]]
+        ~0u, ptx::ld_shared(page_word(group + ahead * p.verify.lanes * kGroups + warp)), 0);
+    if (page >= p.bulk_pages) [[unlikely]]
       return fill_by_hand(distance, into);
-    const uint32_t group_address = __shfl_sync(
+    const uint32_t target = __shfl_sync(
         ~0u, ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp), 0);
     const auto at = static_cast<uint32_t>(distance + range.to_table);
     const uint32_t in_page =
         at - p.a.cache.block_divisor.divide(at) * p.a.cache.block_divisor.divisor;
-    uint64_t source = reinterpret_cast<uint64_t>(p.a.cache.pages) +
-                      static_cast<uint64_t>(first_head * p.a.cache.stride_head) +
-                      uint64_t{page} * p.page_stride +
-                      static_cast<uint64_t>(in_page + first_token()) *
-                          static_cast<uint32_t>(p.a.cache.stride_token);
-    uint32_t target = group_address + first_token() * p.verify.pitch;
-    if (lane == 0) {
-      ptx::st_shared(into + note_word(), 0);
-      ptx::mbarrier_arrive_expect(into, distance < span ? part_bytes : 0);
+    const uint64_t source = reinterpret_cast<uint64_t>(p.a.cache.pages) +
+                            static_cast<uint64_t>(first_head * p.a.cache.stride_head) +
+                            uint64_t{page} * p.page_stride +
+                            uint64_t{in_page} * static_cast<uint32_t>(p.a.cache.stride_token);
+    if (page < p.wide_pages) [[likely]] {
+      copy_rows<true>(source, target, into);
+    } else {
+      copy_rows<false>(source, target, into);
     }
-    if (distance >= span) return;
-#pragma unroll 1
-    for (int t = 0; t < part_tokens(); ++t) {
-      const auto phase = static_cast<uint32_t>(source) & 15;
-      if (lane == 0) {
-        ptx::bulk_copy(target, reinterpret_cast<const void*>(source - phase),
-                       static_cast<int>(row_bytes(phase)), into);
+  }
+
+  // kWide: the same number of granules of every row.
+  template <bool kWide>
+  __device__ void copy_rows(uint64_t source, uint32_t target, uint32_t into) const {
+    if (lane == 0) {
+      int bytes = kRowsGroupTokens * p.verify.copy_bytes;
+      if constexpr (!kWide) {
+        bytes = 0;
+        for (int t = 0; t < kRowsGroupTokens; ++t) bytes += row_bytes(row_phase(t));
       }
+      ptx::st_shared(into + RowsVerifyRecord::kNotes + 4 * warp, 0);
+      ptx::mbarrier_arrive_expect(into, bytes);
+    }
+    __syncwarp();
+    constexpr int kUnroll = kWide ? 8 : 1;
+#pragma unroll kUnroll
+    for (int t = 0; t < kRowsGroupTokens; ++t) {
+      const uint32_t phase = static_cast<uint32_t>(source) & 15;
+      ptx::bulk_copy_of_warp(target, source & ~uint64_t{15},
+                             kWide ? p.verify.copy_bytes : static_cast<int>(row_bytes(phase)),
+                             into);
       source += static_cast<uint32_t>(p.a.cache.stride_token);
       target += p.verify.pitch;
     }
   }
 
-  // The warp's part of a chunk, slot by slot.
+  // The warp's group of a chunk, slot by slot.
   __device__ void fill_by_hand(int distance, uint32_t into) const {
     uint32_t note = RowsVerifyRecord::kByHand;
     const uint32_t group_address = ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp);
 #pragma unroll 1
-    for (int t = first_token(); t < first_token() + part_tokens(); ++t) {
+    for (int t = 0; t < kRowsGroupTokens; ++t) {
       if (!sees(distance + t)) continue;
       uint32_t in_page;
       const int page =
@@ -506,7 +515,7 @@ struct RowsVerifyPipeline {
     ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
-      ptx::st_shared(into + note_word(), note);
+      ptx::st_shared(into + RowsVerifyRecord::kNotes + 4 * warp, note);
       ptx::mbarrier_arrive(into);
     }
   }
@@ -606,12 +615,10 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
   const int chunk = static_cast<int>(blockDim.x - 1 - threadIdx.x);
   if (chunk < p.verify.lanes * p.verify.stages) {
     const uint32_t record = memory.records + chunk * kRowsVerifyRecord;
-    ptx::mbarrier_init(record, 4 * heads);
+    ptx::mbarrier_init(record, 4);
     ptx::mbarrier_init(record + RowsVerifyRecord::kEmpty, 4 * heads);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Notes of heads that the block does not have.
-      ptx::st_shared4(record + RowsVerifyRecord::kNotes + 16 * i, 0, 0, 0, 0);
       ptx::st_shared(record + RowsVerifyRecord::kAddress + 4 * i,
                      memory.group(4 * chunk + i, kRowsGroupTokens * p.verify.pitch));
     }
