@@ -439,7 +439,8 @@ __device__ __forceinline__ void bulk_copy_of_warp(uint32_t shared, uint64_t glob
       "{\n"
       ".reg .pred one;\n"
       "elect.sync _|one, 0xffffffff;\n"
-      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n"
       "}\n" ::"r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");

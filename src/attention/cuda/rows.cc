@@ -48,7 +48,8 @@ uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_
 }
 
 RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, const RowsPages& pages,
-                            const RowsVerify& verify, int warps, bool wide_table, Workspace workspace, int64_t states) {
+                            const RowsVerify& verify, int warps, bool wide_table,
+                            Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -87,7 +88,8 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
     const int64_t last = call.cache.slot_offset(0, call.cache.block_size - 1,
                                                 call.cache.num_kv_heads - verify.heads);
     params.wide_pages = pages_within(call.cache, params.pool_end, last + verify.copy_bytes);
-    params.bulk_pages = pages_within(call.cache, params.pool_end, (last + verify.row_bytes + 15) / 16 * 16);
+    params.bulk_pages =
+        pages_within(call.cache, params.pool_end, (last + verify.row_bytes + 15) / 16 * 16);
   }
   params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&
                         call.cache.stride_token < (int64_t{1} << 26) &&

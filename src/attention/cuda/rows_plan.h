@@ -253,9 +253,9 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
 
 // --- blocks of warpgroups ------------------------------------------------------------------------
 
-// Above eight rows, where the tensor core takes products of a warpgroup: a warpgroup takes 64 tokens
-// of one head at a time. A block has several heads that lie side by side, so that a token's copy is
-// long, times several lanes of chunks.
+// Above eight rows, where the tensor core takes products of a warpgroup: a warpgroup takes 64
+// tokens of one head at a time. A block has several heads that lie side by side, so that a token's
+// copy is long, times several lanes of chunks.
 inline constexpr int kRowsVerifyTokens = 64;
 inline constexpr int kRowsVerifyMaxStages = 4;
 inline constexpr int kRowsVerifyRecord = 48;  // what warps know of a chunk
@@ -266,7 +266,7 @@ struct RowsVerify {
   int heads = 0;  // of a block
   int lanes = 0;  // warpgroups of one head
   int stages = 0;
-  int row_bytes = 0;  // of a token: from the block's first head to the end of its last
+  int row_bytes = 0;   // of a token: from the block's first head to the end of its last
   int copy_bytes = 0;  // granules that hold any such row
   int pitch = 0;       // from a token to the next in a chunk
   int shared_bytes = 0;
@@ -274,8 +274,11 @@ struct RowsVerify {
 
 // Registers allow four warpgroups, three of a wide head.
 constexpr int rows_verify_warpgroups(int head_dim) { return head_dim == 256 ? 3 : 4; }
-// An entry of the wide table of 4-bit keys leaves half of its 256 bytes to a core matrix of queries.
-constexpr int rows_verify_query_pitch(KeyCode key) { return key == KeyCode::kLloydMax4 ? 256 : 128; }
+// An entry of the wide table of 4-bit keys leaves half of its 256 bytes to a core matrix of
+// queries.
+constexpr int rows_verify_query_pitch(KeyCode key) {
+  return key == KeyCode::kLloydMax4 ? 256 : 128;
+}
 constexpr int rows_verify_state_bytes(int head_dim, int rows) {
   return 128 * (head_dim / 4 * rows / 32 + rows / 2);
 }
@@ -320,7 +323,8 @@ constexpr RowsVerifyMemory rows_verify_memory(const SlotFormat& format, int rows
   memory.low_groups = count;
   end += count * group_bytes;
   if (sizes.wide) {
-    const int most = (static_cast<int>(kRowsWideTable) - static_cast<int>(memory.groups)) / group_bytes;
+    const int most =
+        (static_cast<int>(kRowsWideTable) - static_cast<int>(memory.groups)) / group_bytes;
     memory.low_groups = most < count ? most : count;
     memory.table = kRowsWideTable;
     memory.high_groups = memory.exchange = kRowsWideTable + sizes.table;
@@ -440,7 +444,8 @@ inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
   const int64_t chunk_units = plan.raw_chunk ? units : 0;
   // Up to kRowsMaxWaves: the fewest whose last one is nearly full, else the fullest.
   double best = 0.0;
-  // Blocks of several heads write as many states each, and the workspace holds kRowsMaxWaves of one.
+  // Blocks of several heads write as many states each, and the workspace holds kRowsMaxWaves of
+  // one.
   const int waves = plan.verify_heads > 0 ? kRowsMaxWaves / plan.verify_heads : kRowsMaxWaves;
   for (int wave = 1; wave <= waves; ++wave) {
     const int64_t slots = static_cast<int64_t>(wave) * resident_blocks;

@@ -57,7 +57,8 @@ inline RowsVerify verify_of(const AttentionCall& call, const DeviceInfo& device,
     return {};
   }
   int heads = 1;
-  const bool side_by_side = cache.stride_head * (cache.num_kv_heads - 1) + slot <= cache.stride_token;
+  const bool side_by_side =
+      cache.stride_head * (cache.num_kv_heads - 1) + slot <= cache.stride_token;
   if (side_by_side && format.head_dim == 128) {
     heads = cache.num_kv_heads % 4 == 0 ? 4 : cache.num_kv_heads % 2 == 0 ? 2 : 1;
   }

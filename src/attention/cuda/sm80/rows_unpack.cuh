@@ -250,8 +250,8 @@ struct QueryRows {
     }
   }
 
-  // The whole block takes part: ends with a barrier. kCorePitch: not fragments but the core matrices
-  // of a k-major wgmma operand, so many bytes apart, those of a k8 step side by side.
+  // The whole block takes part: ends with a barrier. kCorePitch: not fragments but the core
+  // matrices of a k-major wgmma operand, so many bytes apart, those of a k8 step side by side.
   template <KeyCode kKey, int kCorePitch = 0>
   __device__ void prepare(uint32_t fragments, uint32_t factors, uint32_t ranges) {
 #pragma unroll 1

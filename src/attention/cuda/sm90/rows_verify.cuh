@@ -1,5 +1,5 @@
-// Verify: 9 to 32 packed rows of a KV head by warpgroups. A warpgroup takes 64 tokens of one head at
-// a time: tokens are the M dimension of S^T = K Q^T, value dimensions that of O^T = V^T P^T, and
+// Verify: 9 to 32 packed rows of a KV head by warpgroups. A warpgroup takes 64 tokens of one head
+// at a time: tokens are the M dimension of S^T = K Q^T, value dimensions that of O^T = V^T P^T, and
 // both A operands are dequantised straight into registers, so that nothing is unpacked twice and no
 // rows are split over teams. Queries and weights are B operands in shared memory. A chunk of 64
 // tokens arrives as one bulk copy a token; the last warp to leave it starts the copy that takes its
@@ -23,8 +23,7 @@ namespace kvtile::cuda {
 
 // A quarter of 128 dimensions: a lane has four codes of a token.
 template <bool kWords>
-struct RowsValues<ValueCode::kUniform4, 32, kWords>
-    : RowsValues<ValueCode::kUniform4, 64, false> {
+struct RowsValues<ValueCode::kUniform4, 32, kWords> : RowsValues<ValueCode::kUniform4, 64, false> {
   static constexpr int kBlocks = 1, kBlockTiles = 2, kSpanBytes = 16, kPairWords = 2;
 
   static __device__ uint32_t lane_offset(int g) { return 2 * g; }
@@ -107,9 +106,9 @@ struct RowsVerifyConfig : Rows {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-// A chunk's record: the barriers of its arrival and of its last reader, the addresses of its groups,
-// and a note of each. A note that is not 0 marks a group filled by hand; its low bits, tokens that
-// are visible but have no page.
+// A chunk's record: the barriers of its arrival and of its last reader, the addresses of its
+// groups, and a note of each. A note that is not 0 marks a group filled by hand; its low bits,
+// tokens that are visible but have no page.
 struct RowsVerifyRecord {
   static constexpr int kEmpty = 8, kAddress = 16, kNotes = 32;
   static constexpr uint32_t kByHand = 1u << kRowsGroupTokens;
@@ -130,10 +129,10 @@ struct RowsVerifyPipeline {
 
   const RowsParams& p;
   const RowsRange& range;
-  int lane, g, c, warp;     // of the warpgroup
+  int lane, g, c, warp;  // of the warpgroup
   int warpgroup, head, chunk_lane;
-  int first_head;           // of the block
-  uint32_t records;         // of the lane
+  int first_head;    // of the block
+  uint32_t records;  // of the lane
   // In a group, of token g, and of the lane's values of tokens 2c and 2c + 1. Eight tokens on, a
   // slot is as far from a granule.
   uint32_t key_offset, value_offset[2];
@@ -262,8 +261,8 @@ struct RowsVerifyPipeline {
       // A chunk may end after the last group.
       const bool none = mine >= span;
       const uint32_t visible = state.scale_and_hide(
-          x, slots, p.a.softcap, !none && range.all_visible(mine),
-          p.verify_memory.ranges + 16 * c, none ? 0x7fffff00 : range.begin + mine + g);
+          x, slots, p.a.softcap, !none && range.all_visible(mine), p.verify_memory.ranges + 16 * c,
+          none ? 0x7fffff00 : range.begin + mine + g);
       weigh<true>(state, x, slots, visible);
     }
     accumulate(state);
@@ -273,8 +272,8 @@ struct RowsVerifyPipeline {
   __device__ void score(const Warp& state, uint32_t slot0, uint32_t slot1, float (&x)[kTiles][4],
                         typename Warp::Slots* slots) const {
     const Keys keys(p.verify_memory.table);
-    const uint64_t queries = ptx::matrix_descriptor(
-        query, {kTiles * Config::kQueryPitch, Config::kQueryPitch});
+    const uint64_t queries =
+        ptx::matrix_descriptor(query, {kTiles * Config::kQueryPitch, Config::kQueryPitch});
     const uint32_t key0 = slot0 + Keys::kLaneBytes * c, key1 = slot1 + Keys::kLaneBytes * c;
     float norms[4] = {};
 #pragma unroll
@@ -298,10 +297,10 @@ struct RowsVerifyPipeline {
       ptx::wgmma_fence();
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
-        ptx::wgmma_rs<0>(x, a[s],
-                         ptx::advance(queries, (batch * kKeySteps + s) * 2 * kTiles *
-                                                   Config::kQueryPitch),
-                         true);
+        ptx::wgmma_rs<0>(
+            x, a[s],
+            ptx::advance(queries, (batch * kKeySteps + s) * 2 * kTiles * Config::kQueryPitch),
+            true);
       }
       ptx::wgmma_commit();
       if constexpr (kRotatedKeys<Config::kKey>) {
@@ -357,40 +356,46 @@ struct RowsVerifyPipeline {
     }
     ptx::fence_proxy_async();
     state.template add<kMasked>(e, slots, visible);
-    sync();
   }
 
-  // O^T += V^T P^T for the 64 tokens, then takes the middle code off.
+  // The packed values of some groups.
+  using Packed = uint32_t[kValueGroups][Values::kBlocks][2][Values::kPairWords];
+  __device__ void fetch_values(int batch, Packed& packed) const {
+#pragma unroll
+    for (int k = 0; k < kValueGroups; ++k) {
+      const uint32_t values =
+          ptx::ld_shared(record + RowsVerifyRecord::kAddress + 4 * (batch * kValueGroups + k));
+      const uint32_t row0 = values + value_offset[0], row1 = values + value_offset[1];
+      const uint32_t rows[4] = {row0, row1, row0 + 8 * p.verify.pitch, row1 + 8 * p.verify.pitch};
+#pragma unroll
+      for (int block = 0; block < Values::kBlocks; ++block) {
+        Values::fetch(rows, block, g, packed[k][block]);
+      }
+    }
+  }
+
+  // O^T += V^T P^T for the 64 tokens, then takes the middle code off. Values are read one batch
+  // ahead, the first one before the weights of the other warps are there.
   __device__ void accumulate(Warp& state) {
     constexpr uint32_t kOne = half2_broadcast(0x3c00), kOnes[4] = {kOne, kOne, kOne, kOne};
+    constexpr int kBatches = kGroups / kValueGroups;
     const uint64_t probabilities = ptx::matrix_descriptor(weights, value_operand(64));
+    Packed packed;
+    fetch_values(0, packed);
+    sync();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) state.weight_sum[n][i] = 0.0f;
     }
 #pragma unroll
-    for (int batch = 0; batch < kGroups / kValueGroups; ++batch) {
-      uint32_t a[kValueGroups * kOutTiles][4];
+    for (int batch = 0; batch < kBatches; ++batch) {
+      uint32_t a[kValueGroups][Values::kBlocks][Values::kBlockTiles][4];
 #pragma unroll
       for (int k = 0; k < kValueGroups; ++k) {
-        const uint32_t values = ptx::ld_shared(record + RowsVerifyRecord::kAddress +
-                                               4 * (batch * kValueGroups + k));
-        const uint32_t row0 = values + value_offset[0], row1 = values + value_offset[1];
-        const uint32_t rows[4] = {row0, row1, row0 + 8 * p.verify.pitch,
-                                  row1 + 8 * p.verify.pitch};
 #pragma unroll
         for (int block = 0; block < Values::kBlocks; ++block) {
-          uint32_t pairs[2][Values::kPairWords], unpacked[Values::kBlockTiles][4];
-          Values::fetch(rows, block, g, pairs);
-          Values::unpack(pairs, unpacked);
-#pragma unroll
-          for (int t = 0; t < Values::kBlockTiles; ++t) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              a[k * kOutTiles + block * Values::kBlockTiles + t][i] = unpacked[t][i];
-            }
-          }
+          Values::unpack(packed[k][block], a[k][block]);
         }
       }
       ptx::wgmma_fence();
@@ -400,14 +405,23 @@ struct RowsVerifyPipeline {
             probabilities, chunk_offset(0, kRowsGroupTokens * (batch * kValueGroups + k), 64));
 #pragma unroll
         for (int m = 0; m < kOutTiles; ++m) {
-          ptx::wgmma_rs<1>(state.o[m], a[k * kOutTiles + m], b, true);
+          ptx::wgmma_rs<1>(state.o[m], a[k][m / Values::kBlockTiles][m % Values::kBlockTiles], b,
+                           true);
         }
         ptx::wgmma_rs<1>(state.weight_sum, kOnes, b, true);
       }
       ptx::wgmma_commit();
-      if (batch == kGroups / kValueGroups - 1) leave();
+      if (batch + 1 < kBatches) {
+        fetch_values(batch + 1, packed);
+      } else {
+        leave();
+      }
       ptx::wgmma_wait<0>();
-      ptx::pin(a);
+#pragma unroll
+      for (int k = 0; k < kValueGroups; ++k) {
+#pragma unroll
+        for (int block = 0; block < Values::kBlocks; ++block) ptx::pin(a[k][block]);
+      }
     }
 #pragma unroll
     for (int m = 0; m < kOutTiles; ++m) ptx::pin(state.o[m]);
@@ -443,8 +457,8 @@ struct RowsVerifyPipeline {
         ~0u, ptx::ld_shared(page_word(group + ahead * p.verify.lanes * kGroups + warp)), 0);
     if (page >= p.bulk_pages) [[unlikely]]
       return fill_by_hand(distance, into);
-    const uint32_t target = __shfl_sync(
-        ~0u, ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp), 0);
+    const uint32_t target =
+        __shfl_sync(~0u, ptx::ld_shared(into + RowsVerifyRecord::kAddress + 4 * warp), 0);
     const auto at = static_cast<uint32_t>(distance + range.to_table);
     const uint32_t in_page =
         at - p.a.cache.block_divisor.divide(at) * p.a.cache.block_divisor.divisor;
@@ -505,9 +519,8 @@ struct RowsVerifyPipeline {
         const auto head_offset = static_cast<uint32_t>(h * p.a.cache.stride_head);
 #pragma unroll 1
         for (int byte = 2 * lane; byte < Config::kSlotBytes; byte += 64) {
-          ptx::st_shared_u16(
-              target + head_offset + byte,
-              __ldg(reinterpret_cast<const uint16_t*>(slots + head_offset + byte)));
+          ptx::st_shared_u16(target + head_offset + byte,
+                             __ldg(reinterpret_cast<const uint16_t*>(slots + head_offset + byte)));
         }
       }
     }
@@ -524,8 +537,8 @@ struct RowsVerifyPipeline {
 // The states of a head's warpgroups become one, in the order of the lanes.
 template <class Config>
 __device__ void merge_verify_lanes(RowsWarp<Config>& state, const RowsVerifyPipeline<Config>& at) {
-  const uint32_t exchange = at.p.verify_memory.exchange +
-                            (4 * at.head + at.warp) * Config::kStateBytes + 4 * at.lane;
+  const uint32_t exchange =
+      at.p.verify_memory.exchange + (4 * at.head + at.warp) * Config::kStateBytes + 4 * at.lane;
 #pragma unroll 1
   for (int l = 1; l < at.p.verify.lanes; ++l) {
     if (at.chunk_lane == l) state.store_state(exchange);
@@ -663,9 +676,9 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
   for (int first = range.first_group; first < range.end_group; first += epoch_groups) {
     pipeline.start(tile, first, min(range.end_group, first + epoch_groups));
     if (first == range.first_group) {
-      QueryRows<Config::kHeadDim, Config::kRows> queries(
-          p, tile, first_head + pipeline.head, 4 * pipeline.chunk_lane + pipeline.warp,
-          4 * p.verify.lanes, lane);
+      QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, first_head + pipeline.head,
+                                                         4 * pipeline.chunk_lane + pipeline.warp,
+                                                         4 * p.verify.lanes, lane);
       const uint32_t factors = memory.factors + pipeline.head * 4 * Config::kRows;
       queries.template prepare<Config::kKey, Config::kQueryPitch>(
           pipeline.query, factors, pipeline.head == 0 ? memory.ranges : 0);
