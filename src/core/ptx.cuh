@@ -439,6 +439,20 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
       : "memory");
 }
 
+// The same by one lane of a warp whose lanes all name the same copy.
+__device__ __forceinline__ void bulk_copy_of_warp(uint32_t shared, uint64_t global, int bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n"
+      "}\n" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Orders this thread's ordinary shared-memory accesses before later ones of the copy engine and
 // the tensor cores.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -148,7 +148,12 @@ struct RowsWarp {
         dot[n][i] = kChains == 1 ? chains[0][n][i] : chains[0][n][i] + chains[kChains - 1][n][i];
       }
     }
+    read_slots(slot0, slot1, norms, p, slots);
+  }
 
+  // The slots' constants; `norms` as the tensor core left them.
+  __device__ void read_slots(uint32_t slot0, uint32_t slot1, const float (&norms)[4],
+                             const RowsParams& p, Slots* slots) const {
     if constexpr (kRotatedKeys<Config::kKey>) {
       float inverse0 = ptx::rsqrt(norms[0]), inverse1 = ptx::rsqrt(norms[2]);
       if (!p.norm_correction) inverse0 = inverse1 = p.key_gain;
