@@ -125,6 +125,8 @@ struct RowsVerifyPipeline {
   // Products whose A operands are in registers at once.
   static constexpr int kBlocks = Keys::kBlockSteps >= 4 ? 1 : 4 / Keys::kBlockSteps;
   static constexpr int kKeySteps = kBlocks * Keys::kBlockSteps;
+  // A batch is read while the products of the one before run, where registers allow it.
+  static constexpr bool kAhead = kKeySteps <= 4;
   static constexpr int kValueGroups = kOutTiles == 2 ? 2 : 1;
 
   const RowsParams& p;
@@ -136,7 +138,7 @@ struct RowsVerifyPipeline {
   // In a group, of token g, and of the lane's values of tokens 2c and 2c + 1. Eight tokens on, a
   // slot is as far from a granule.
   uint32_t key_offset, value_offset[2];
-  uint32_t query, scratch, weights;
+  uint32_t query, factors, scratch, weights;
   // Of the epoch.
   int position, span, group;
   // Of the chunk that is read next; goes on from epoch to epoch.
@@ -161,6 +163,7 @@ struct RowsVerifyPipeline {
       value_offset[i] = keep(token_offset(2 * c + i) + Warp::value_offset(warp, g));
     }
     query = p.verify_memory.query + head * Config::kQueryBytes;
+    factors = p.verify_memory.factors + head * 4 * Config::kRows;
     scratch = p.verify_memory.scratch + warpgroup * Config::kScratch;
     weights = p.verify_memory.weights + warpgroup * Config::kWeights;
     turn = 0;
@@ -246,6 +249,8 @@ struct RowsVerifyPipeline {
     const uint32_t keys = ptx::ld_shared(record + RowsVerifyRecord::kAddress + 4 * warp);
     const uint32_t note = ptx::ld_shared(record + RowsVerifyRecord::kNotes + 4 * warp);
     score(state, keys + key_offset, keys + key_offset + 8 * p.verify.pitch, x, &slots);
+    // Kept in registers for the exponentials alone.
+    state.load_queries(0, factors, c);
     const int mine = position + kRowsGroupTokens * warp;
     if (__all_sync(~0u, range.is_fast(mine) && mine + kRowsGroupTokens <= span && note == 0))
         [[likely]] {
@@ -268,6 +273,20 @@ struct RowsVerifyPipeline {
     accumulate(state);
   }
 
+  static __device__ void load_keys(const Keys& keys, uint32_t key0, uint32_t key1, int batch,
+                                   uint32_t (&a)[kKeySteps][4]) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      uint32_t loaded[Keys::kBlockSteps][4];
+      keys.load(key0, key1, batch * kBlocks + b, loaded);
+#pragma unroll
+      for (int s = 0; s < Keys::kBlockSteps; ++s) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[b * Keys::kBlockSteps + s][i] = loaded[s][i];
+      }
+    }
+  }
+
   // S^T of the warpgroup's 64 tokens.
   __device__ void score(const Warp& state, uint32_t slot0, uint32_t slot1, float (&x)[kTiles][4],
                         typename Warp::Slots* slots) const {
@@ -281,28 +300,24 @@ struct RowsVerifyPipeline {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[n][i] = 0.0f;
     }
+    constexpr int kBatches = Keys::kBlocks / kBlocks;
+    uint32_t a[kAhead ? 2 : 1][kKeySteps][4];
+    load_keys(keys, key0, key1, 0, a[0]);
 #pragma unroll
-    for (int batch = 0; batch < Keys::kBlocks / kBlocks; ++batch) {
-      uint32_t a[kKeySteps][4];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        uint32_t loaded[Keys::kBlockSteps][4];
-        keys.load(key0, key1, batch * kBlocks + b, loaded);
-#pragma unroll
-        for (int s = 0; s < Keys::kBlockSteps; ++s) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[b * Keys::kBlockSteps + s][i] = loaded[s][i];
-        }
-      }
+    for (int batch = 0; batch < kBatches; ++batch) {
+      constexpr int kLast = kBatches - 1;
+      uint32_t(&mine)[kKeySteps][4] = a[kAhead ? batch % 2 : 0];
+      if (!kAhead && batch > 0) load_keys(keys, key0, key1, batch, mine);
       ptx::wgmma_fence();
 #pragma unroll
       for (int s = 0; s < kKeySteps; ++s) {
         ptx::wgmma_rs<0>(
-            x, a[s],
+            x, mine[s],
             ptx::advance(queries, (batch * kKeySteps + s) * 2 * kTiles * Config::kQueryPitch),
             true);
       }
       ptx::wgmma_commit();
+      if (kAhead && batch < kLast) load_keys(keys, key0, key1, batch + 1, a[(batch + 1) % 2]);
       if constexpr (kRotatedKeys<Config::kKey>) {
         // As in RowsWarp::score().
         uint32_t squares[2];
@@ -310,9 +325,9 @@ struct RowsVerifyPipeline {
         for (int s = 0; s < kKeySteps; ++s) {
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            squares[t] =
-                s % 2 == 0 ? half2_mul(a[s][t], a[s][t]) : half2_fma(a[s][t], a[s][t], squares[t]);
-            squares[t] = half2_fma(a[s][t + 2], a[s][t + 2], squares[t]);
+            squares[t] = s % 2 == 0 ? half2_mul(mine[s][t], mine[s][t])
+                                    : half2_fma(mine[s][t], mine[s][t], squares[t]);
+            squares[t] = half2_fma(mine[s][t + 2], mine[s][t + 2], squares[t]);
           }
           if (s % 2 == 1) {
             ptx::mma_m16n8k8(norms, squares[0], squares[1], half2_broadcast(0x3c00));
@@ -320,7 +335,7 @@ struct RowsVerifyPipeline {
         }
       }
       ptx::wgmma_wait<0>();
-      ptx::pin(a);
+      ptx::pin(mine);
     }
     ptx::pin(x);
     state.read_slots(slot0, slot1, norms, p, slots);
@@ -679,10 +694,8 @@ __global__ void __launch_bounds__(RowsVerifyConfig<Rows>::kThreads, 1)
       QueryRows<Config::kHeadDim, Config::kRows> queries(p, tile, first_head + pipeline.head,
                                                          4 * pipeline.chunk_lane + pipeline.warp,
                                                          4 * p.verify.lanes, lane);
-      const uint32_t factors = memory.factors + pipeline.head * 4 * Config::kRows;
       queries.template prepare<Config::kKey, Config::kQueryPitch>(
-          pipeline.query, factors, pipeline.head == 0 ? memory.ranges : 0);
-      state.load_queries(0, factors, pipeline.c);
+          pipeline.query, pipeline.factors, pipeline.head == 0 ? memory.ranges : 0);
     }
     state.reset();
     pipeline.run(state);
