@@ -15,6 +15,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// threadIdx.x, read where it is asked for: no register holds it between.
+__device__ __forceinline__ int thread_index() {
+  int d;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(d));
+  return d;
+}
+
 // Volatile, so that they stay on their side of a barrier.
 __device__ __forceinline__ void store_shared(uint32_t address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
@@ -428,6 +435,20 @@ __device__ __forceinline__ void bulk_copy(uint32_t shared, const void* global, i
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// The same by one lane of a warp whose lanes all name the same copy.
+__device__ __forceinline__ void bulk_copy_of_warp(uint32_t shared, uint64_t global, int bytes,
+                                                  uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];\n"
+      "}\n" ::"r"(shared),
       "l"(global), "r"(bytes), "r"(barrier)
       : "memory");
 }

@@ -9,7 +9,7 @@
 
 namespace kvtile::ptx {
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 // Orders register accesses before the warpgroup's next products.
 __device__ __forceinline__ void wgmma_fence() {
@@ -51,12 +51,14 @@ __device__ __forceinline__ void pin(float (&d)[kCount][4]) {
   }
 }
 
+__device__ __forceinline__ void pin(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
+
 template <int kCount>
 __device__ __forceinline__ void pin(uint32_t (&a)[kCount][4]) {
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3])::"memory");
-  }
+  for (int j = 0; j < kCount; ++j) pin(a[j]);
 }
 
 #define KVTILE_ACCUMULATOR_1(d, j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -97,6 +99,38 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[16][4], uint64_t a, uint64_t
       : KVTILE_ACCUMULATOR_4(d, 0), KVTILE_ACCUMULATOR_4(d, 4), KVTILE_ACCUMULATOR_4(d, 8),
         KVTILE_ACCUMULATOR_4(d, 12)
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %13, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, accumulate, 1, 1, %14;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_2(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
+}
+
+template <int kTransposed>
+__device__ __forceinline__ void wgmma_rs(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.s32 accumulate, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, accumulate, 1, 1, %22;\n"
+      "}\n"
+      : KVTILE_ACCUMULATOR_4(d, 0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
+        "n"(kTransposed));
 }
 
 template <int kTransposed>

@@ -9,6 +9,7 @@
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 #include "src/attention/cuda/sm90/rows_pages.cuh"
+#include "src/attention/cuda/sm90/rows_verify.cuh"
 #include "tests/cuda/parts.h"
 #include "tests/cuda/rows_cases.h"
 
@@ -24,6 +25,8 @@ void emulate(const RowsParams& params, const RowsResidency& residency, int64_t b
                    [&params] {
                      if constexpr (Config::kTiles == 1) {
                        if (params.plan.pages) return rows_pages_kernel<Config>(params);
+                     } else if constexpr (Config::kHeadDim >= 128) {
+                       if (params.plan.verify_heads > 0) return rows_verify_kernel<Config>(params);
                      }
                      rows_kernel<Config>(params);
                    });

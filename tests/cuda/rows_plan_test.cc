@@ -83,12 +83,17 @@ TEST(RowsPlanTest, WorkspaceServesSmallerCallsAndItsOwnStates) {
             const size_t bytes = rows_workspace_bytes(shape, 264);
             EXPECT_GE(bytes, before);
             before = bytes;
-            const RowsPlan plan = make_rows_plan(shape, 264);
-            const int64_t states =
-                plan.num_tiles * plan.num_subtiles * plan.num_states() * shape.num_kv_heads;
-            EXPECT_LE(static_cast<size_t>(states) * rows_state_floats(plan.rows, shape.head_dim) *
-                          sizeof(float),
-                      bytes);
+            for (int verify_heads : {0, 1, 2, 4}) {
+              shape.verify_heads = verify_heads;
+              EXPECT_EQ(rows_workspace_bytes(shape, 264), bytes);
+              const RowsPlan plan = make_rows_plan(shape, 264);
+              EXPECT_EQ(plan.verify_heads, plan.rows > 8 ? verify_heads : 0);
+              const int64_t states =
+                  plan.num_tiles * plan.num_subtiles * plan.num_states() * shape.num_kv_heads;
+              EXPECT_LE(static_cast<size_t>(states) * rows_state_floats(plan.rows, shape.head_dim) *
+                            sizeof(float),
+                        bytes);
+            }
           }
         }
       }
@@ -229,6 +234,64 @@ TEST(RowsPlanTest, BlocksOfAllHeadsFitTheirMemory) {
     }
   }
   EXPECT_GT(served, 40);
+}
+
+TEST(RowsPlanTest, BlocksOfWarpgroupsFitTheirMemory) {
+  for (KeyCode key : kKeys) {
+    for (int head_dim : {128, 256}) {
+      for (int heads = 1; heads <= (head_dim == 128 ? 4 : 1); heads *= 2) {
+        for (int rows : {16, 32}) {
+          for (int phase : {0, 14}) {
+            const SlotFormat format{head_dim, key, ValueCode::kUniform4, true};
+            const int row_bytes = heads * format.slot_bytes();
+            const RowsVerify verify =
+                rows_verify(format, rows, heads, row_bytes, (phase + row_bytes + 15) / 16, 232448);
+            ASSERT_GT(verify.warps, 0);
+            EXPECT_EQ(verify.warps, head_dim == 128 ? 16 : 12);
+            EXPECT_EQ(verify.warps, 4 * verify.heads * verify.lanes);
+            EXPECT_GE(verify.stages, 2);
+            EXPECT_LE(verify.shared_bytes, 232448);
+            EXPECT_GE(verify.pitch, verify.copy_bytes);
+            EXPECT_GE(verify.copy_bytes, phase + row_bytes);
+            // Eight rows are read at once: an odd number of granules apart.
+            EXPECT_EQ(verify.pitch % 32, 16);
+            const RowsVerifyMemory memory =
+                rows_verify_memory(format, rows, kRowsSharedBase, verify);
+            const int tiles = rows / 8, count = verify.lanes * verify.stages * 4;
+            const uint32_t weights = heads * verify.lanes * kRowsVerifyTokens * rows * 2;
+            std::vector<Region> regions = {{kRowsSharedBase, memory.weights},
+                                           {memory.weights, memory.weights + weights}};
+            EXPECT_EQ(memory.records % 16, 0u);
+            EXPECT_EQ(memory.weights % 128, 0u);
+            // Queries, a core matrix each, and the entries of the table.
+            const int pitch = rows_verify_query_pitch(key);
+            for (int core = 0; core < heads * head_dim / 8 * tiles; ++core) {
+              const uint32_t at = memory.query + core * pitch;
+              EXPECT_EQ(at % 128, 0u);
+              regions.push_back({at, at + 128});
+            }
+            for (uint32_t entry = 0; !is_fp8(key) && entry < 256; ++entry) {
+              const uint32_t bytes = key == KeyCode::kLloydMax4 ? 128 : 256;
+              regions.push_back({memory.table + 256 * entry, memory.table + 256 * entry + bytes});
+            }
+            const size_t fixed = regions.size();
+            for (int i = 0; i < count; ++i) {
+              const uint32_t at = memory.group(i, kRowsGroupTokens * verify.pitch);
+              EXPECT_EQ(at % 16, 0u);
+              regions.push_back({at, at + kRowsGroupTokens * verify.pitch});
+            }
+            expect_apart(regions, kRowsSharedStart + verify.shared_bytes);
+            // States are exchanged over chunks, clear of the rest.
+            regions.resize(fixed);
+            const uint32_t states =
+                verify.lanes > 1 ? heads * 4 * rows_verify_state_bytes(head_dim, rows) : 0;
+            regions.push_back({memory.exchange, memory.exchange + states});
+            expect_apart(regions, kRowsSharedStart + verify.shared_bytes);
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -323,7 +323,7 @@ TEST(TilePlan, DequantisationHasSmsOfItsOwnWhereLaunchesOverlap) {
       const int64_t rows =
           (q_len * int64_t{shape.group} + kernel.rows - 1) / kernel.rows * kernel.rows;
       const int filling = plan.num_sms - plan.num_ctas;
-      if (rows <= kOverlapRows) {
+      if (rows <= kernel.overlap_rows) {
         EXPECT_EQ(plan.buffers, 2) << q_len;
         EXPECT_GE(plan.num_ctas, 1) << q_len;
         // Dequantising a step takes its SMs no longer than attending to it takes the others.

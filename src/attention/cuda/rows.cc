@@ -48,7 +48,8 @@ uint32_t pages_within(const PagedCache& cache, const std::byte* pool_end, int64_
 }
 
 RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, const RowsPages& pages,
-                            int warps, bool wide_table, Workspace workspace, int64_t states) {
+                            const RowsVerify& verify, int warps, bool wide_table,
+                            Workspace workspace, int64_t states) {
   const SlotFormat& format = call.cache.format;
   RowsParams params;
   params.a = make_attention_params(call);
@@ -80,6 +81,15 @@ RowsParams make_rows_params(const AttentionCall& call, const RowsPlan& plan, con
     params.bulk_pages = pages_within(call.cache, params.pool_end,
                                      (layout.copies - 1) * call.cache.stride_head +
                                          call.cache.block_size * call.cache.stride_token);
+  }
+  if (plan.verify_heads > 0) {
+    params.verify = verify;
+    params.verify_memory = rows_verify_memory(format, plan.rows, kRowsSharedBase, verify);
+    const int64_t last = call.cache.slot_offset(0, call.cache.block_size - 1,
+                                                call.cache.num_kv_heads - verify.heads);
+    params.wide_pages = pages_within(call.cache, params.pool_end, last + verify.copy_bytes);
+    params.bulk_pages =
+        pages_within(call.cache, params.pool_end, (last + verify.row_bytes + 15) / 16 * 16);
   }
   params.whole_groups = call.cache.block_size % kRowsGroupTokens == 0 &&
                         call.cache.stride_token < (int64_t{1} << 26) &&
@@ -166,12 +176,16 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
   const RowsPages pages = pages_of(call, device);
   if (plan.pages) residency = {pages.warps, pages.shared_bytes};
-  const int64_t tile_blocks =
-      int64_t{plan.num_subtiles} * plan.num_states() * (plan.pages ? 1 : shape.num_kv_heads);
-  const int64_t states =
-      plan.launch_tiles * plan.num_subtiles * plan.num_states() * shape.num_kv_heads;
-  RowsParams params = make_rows_params(call, plan, pages, residency.warps,
-                                       rows_wide_table(device.arch), workspace, states);
+  RowsVerify verify;
+  if (plan.verify_heads > 0) {
+    verify = verify_of(call, device, plan.rows);
+    residency = {verify.warps, verify.shared_bytes};
+  }
+  const int64_t tile_states = int64_t{plan.num_subtiles} * plan.num_states() * shape.num_kv_heads;
+  const int64_t tile_blocks = tile_states / plan.block_heads(shape.num_kv_heads);
+  RowsParams params =
+      make_rows_params(call, plan, pages, verify, residency.warps, rows_wide_table(device.arch),
+                       workspace, plan.launch_tiles * tile_states);
   params.early_launch = device.arch >= 90;
   do {
     const int64_t tiles = std::min(plan.launch_tiles, plan.num_tiles - params.first_tile);

@@ -34,6 +34,11 @@ struct RowsParams {
   uint32_t bulk_pages = 0;
   int chunk_copies = 1;  // one, or one a head
   uint32_t chunk_head_stride = 0;
+  // Blocks of warpgroups (plan.verify_heads): bulk_pages as above; of the first ones, granules past
+  // the end of a row are the pool's too.
+  uint32_t wide_pages = 0;
+  RowsVerify verify;
+  RowsVerifyMemory verify_memory;
   float key_gain = 1.0f;                // undoes the codebook's factor without norm correction
   float cap = 0.0f, cap_factor = 0.0f;  // the soft cap in log2 units, and what capped() wants
   bool norm_correction = true;

@@ -257,6 +257,113 @@ inline RowsPages rows_pages(const SlotFormat& format, int num_kv_heads, int64_t 
   return {};
 }
 
+// --- blocks of warpgroups ------------------------------------------------------------------------
+
+// Above eight rows, where the tensor core takes products of a warpgroup: a warpgroup takes 64
+// tokens of one head at a time. A block has several heads that lie side by side, so that a token's
+// copy is long, times several lanes of chunks.
+inline constexpr int kRowsVerifyTokens = 64;
+inline constexpr int kRowsVerifyMaxStages = 4;
+inline constexpr int kRowsVerifyRecord = 48;  // what warps know of a chunk
+inline constexpr int kRowsVerifyEpochGroups = kRowsEpochTokens / kRowsGroupTokens;  // of a lane
+
+struct RowsVerify {
+  int warps = 0;  // 0: not this way
+  int heads = 0;  // of a block
+  int lanes = 0;  // warpgroups of one head
+  int stages = 0;
+  int row_bytes = 0;   // of a token: from the block's first head to the end of its last
+  int copy_bytes = 0;  // granules that hold any such row
+  int pitch = 0;       // from a token to the next in a chunk
+  int shared_bytes = 0;
+};
+
+// Registers allow four warpgroups, three of a wide head.
+constexpr int rows_verify_warpgroups(int head_dim) { return head_dim == 256 ? 3 : 4; }
+// An entry of the wide table of 4-bit keys leaves half of its 256 bytes to a core matrix of
+// queries.
+constexpr int rows_verify_query_pitch(KeyCode key) {
+  return key == KeyCode::kLloydMax4 ? 256 : 128;
+}
+constexpr int rows_verify_state_bytes(int head_dim, int rows) {
+  return 128 * (head_dim / 4 * rows / 32 + rows / 2);
+}
+
+struct RowsVerifyMemory {
+  uint32_t bases = 0;  // of the sequence's table row
+  uint32_t factors = 0, ranges = 0, records = 0, scratch = 0;
+  uint32_t pages = 0;  // of the groups of an epoch
+  uint32_t weights = 0, query = 0, table = 0;
+  uint32_t groups = 0, high_groups = 0;  // the first ones, and the others
+  int low_groups = 0;
+  uint32_t exchange = 0;  // over groups, when all are idle
+  uint32_t end = 0;
+
+  KVTILE_HD constexpr uint32_t group(int index, int bytes) const {
+    return index < low_groups ? groups + index * bytes : high_groups + (index - low_groups) * bytes;
+  }
+};
+
+constexpr RowsVerifyMemory rows_verify_memory(const SlotFormat& format, int rows, uint32_t base,
+                                              const RowsVerify& verify) {
+  const RowsSizes sizes = rows_sizes(format, rows, true);
+  const int warpgroups = verify.heads * verify.lanes;
+  const int count = verify.lanes * verify.stages * (kRowsVerifyTokens / kRowsGroupTokens);
+  const int group_bytes = kRowsGroupTokens * verify.pitch;
+  RowsVerifyMemory memory;
+  memory.bases = base;
+  memory.factors = base + 16;
+  memory.ranges = memory.factors + verify.heads * sizes.factors;
+  memory.records = memory.ranges + sizes.ranges;
+  memory.scratch = memory.records + verify.lanes * verify.stages * kRowsVerifyRecord;
+  memory.pages = memory.scratch + warpgroups * 8 * rows * 4;
+  memory.weights = (memory.pages + 4 * verify.lanes * kRowsVerifyEpochGroups + 127) & ~127u;
+  uint32_t end = memory.weights + warpgroups * kRowsVerifyTokens * rows * 2;
+  if (rows_verify_query_pitch(format.key) == 256) {
+    memory.query = kRowsWideTable + 128;
+  } else {
+    memory.query = end;
+    end += verify.heads * sizes.query;
+  }
+  memory.groups = memory.exchange = end;
+  memory.low_groups = count;
+  end += count * group_bytes;
+  if (sizes.wide) {
+    const int most =
+        (static_cast<int>(kRowsWideTable) - static_cast<int>(memory.groups)) / group_bytes;
+    memory.low_groups = most < count ? most : count;
+    memory.table = kRowsWideTable;
+    memory.high_groups = memory.exchange = kRowsWideTable + sizes.table;
+    end = memory.high_groups + (count - memory.low_groups) * group_bytes;
+  }
+  const uint32_t exchanged =
+      memory.exchange +
+      (verify.lanes > 1 ? verify.heads * 4 * rows_verify_state_bytes(format.head_dim, rows) : 0);
+  memory.end = end > exchanged ? end : exchanged;
+  return memory;
+}
+
+// `row_bytes` of a token for so many heads; `granules`, the most that such rows touch.
+inline RowsVerify rows_verify(const SlotFormat& format, int rows, int heads, int row_bytes,
+                              int granules, int shared_per_block) {
+  constexpr int kStaticBytes = 128;
+  RowsVerify verify;
+  verify.heads = heads;
+  verify.lanes = rows_verify_warpgroups(format.head_dim) / heads;
+  verify.warps = 4 * heads * verify.lanes;
+  verify.row_bytes = row_bytes;
+  verify.copy_bytes = 16 * granules;
+  verify.pitch = 16 * (granules | 1);
+  for (verify.stages = kRowsVerifyMaxStages; verify.stages >= 2; --verify.stages) {
+    const RowsVerifyMemory memory = rows_verify_memory(format, rows, kRowsSharedBase, verify);
+    verify.shared_bytes = static_cast<int>(memory.end) - kRowsSharedStart;
+    if (memory.low_groups >= 0 && verify.shared_bytes + kStaticBytes <= shared_per_block) {
+      return verify;
+    }
+  }
+  return {};
+}
+
 // --- the plan
 // --------------------------------------------------------------------------------------
 
@@ -271,6 +378,7 @@ struct RowsShape {
   int head_dim = 0;
   int max_rows = kRowsMaxRows;  // of a tile that the device holds: 8, 16 or 32
   bool pages = false;           // a block takes all KV heads, where eight rows are enough
+  int verify_heads = 0;  // of a block of warpgroups, where eight rows are not enough; 0: no such
   bool raw_chunk = false;
   bool batch_invariant = false;
 };
@@ -289,8 +397,12 @@ struct RowsPlan {
   bool raw_chunk = false;
   bool pages = false;
   bool batch_invariant = false;
+  int verify_heads = 0;  // not 0: blocks of warpgroups, of so many KV heads
 
   KVTILE_HD int num_states() const { return num_splits + (raw_chunk ? 1 : 0); }
+  int block_heads(int num_kv_heads) const {
+    return pages ? num_kv_heads : verify_heads > 0 ? verify_heads : 1;
+  }
 };
 
 // First tile of a sequence whose first query row is `cu_q`: never before the end of the tiles of
@@ -354,12 +466,17 @@ inline RowsPlan make_rows_plan(const RowsShape& shape, int resident_blocks) {
     return plan;
   }
   plan.pages = shape.pages && plan.rows == kRowsPagesRows;
-  const int64_t units = plan.num_tiles * plan.num_subtiles * (plan.pages ? 1 : shape.num_kv_heads);
+  if (plan.rows > kRowsPagesRows) plan.verify_heads = shape.verify_heads;
+  const int64_t units = plan.num_tiles * plan.num_subtiles *
+                        (shape.num_kv_heads / plan.block_heads(shape.num_kv_heads));
   // Blocks of the raw chunk are part of the wave.
   const int64_t chunk_units = plan.raw_chunk ? units : 0;
   // Up to kRowsMaxWaves: the fewest whose last one is nearly full, else the fullest.
   double best = 0.0;
-  for (int wave = 1; wave <= kRowsMaxWaves; ++wave) {
+  // Blocks of several heads write as many states each, and the workspace holds kRowsMaxWaves of
+  // one.
+  const int waves = plan.verify_heads > 0 ? kRowsMaxWaves / plan.verify_heads : kRowsMaxWaves;
+  for (int wave = 1; wave <= waves; ++wave) {
     const int64_t slots = static_cast<int64_t>(wave) * resident_blocks;
     const int64_t splits = units > 0 ? (slots - chunk_units) / units : 0;
     if (splits < 1) continue;

@@ -43,6 +43,38 @@ inline RowsPages pages_of(const AttentionCall& call, const DeviceInfo& device) {
                     device.shared_bytes_per_block, rows_wide_table(device.arch));
 }
 
+// Whether warpgroups can take the call's pages, with a capacity of so many rows: whole groups of 16
+// tokens in a page, rows at the same distance from a 16-byte boundary in each of them.
+inline RowsVerify verify_of(const AttentionCall& call, const DeviceInfo& device, int rows) {
+  const PagedCache& cache = call.cache;
+  const SlotFormat& format = cache.format;
+  const int64_t slot = format.slot_bytes(), alignment = rows_slot_alignment(format.key);
+  if (device.arch != 90 || (format.head_dim != 128 && format.head_dim != 256) ||
+      cache.block_size % kRowsGroupTokens != 0 || cache.stride_token < slot ||
+      cache.stride_token >= (int64_t{1} << 26) || cache.stride_block >= (int64_t{1} << 32) ||
+      (reinterpret_cast<uintptr_t>(cache.pages) & 15) != 0 || cache.stride_block % 16 != 0 ||
+      cache.stride_token % alignment != 0 || cache.stride_head % alignment != 0) {
+    return {};
+  }
+  int heads = 1;
+  const bool side_by_side =
+      cache.stride_head * (cache.num_kv_heads - 1) + slot <= cache.stride_token;
+  if (side_by_side && format.head_dim == 128) {
+    heads = cache.num_kv_heads % 4 == 0 ? 4 : cache.num_kv_heads % 2 == 0 ? 2 : 1;
+  }
+  const int64_t row_bytes = (heads - 1) * cache.stride_head + slot;
+  int64_t reach = 0;
+  for (int64_t head = 0; head < cache.num_kv_heads; head += heads) {
+    for (int64_t token = 0; token < kRowsGroupTokens; ++token) {
+      const int64_t phase = (head * cache.stride_head + token * cache.stride_token) & 15;
+      reach = std::max(reach, phase + row_bytes);
+    }
+  }
+  if (reach > 4096) return {};
+  return rows_verify(format, rows, heads, static_cast<int>(row_bytes),
+                     static_cast<int>((reach + 15) / 16), device.shared_bytes_per_block);
+}
+
 inline RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device) {
   RowsShape shape;
   shape.num_seqs = call.num_seqs;
@@ -56,6 +88,8 @@ inline RowsShape rows_shape(const AttentionCall& call, const DeviceInfo& device)
   shape.raw_chunk = call.chunk_key != nullptr;
   shape.pages = pages_of(call, device).warps > 0;
   shape.batch_invariant = call.batch_invariant;
+  // What holds 32 rows holds 16.
+  shape.verify_heads = verify_of(call, device, kRowsMaxRows).heads;
   return shape;
 }
 

@@ -5,6 +5,7 @@
 #include "src/attention/cuda/sm80/rows.cuh"
 #include "src/attention/cuda/sm80/rows_launch.h"
 #include "src/attention/cuda/sm90/rows_pages.cuh"
+#include "src/attention/cuda/sm90/rows_verify.cuh"
 
 namespace kvtile::cuda {
 
@@ -14,6 +15,10 @@ cudaError_t launch_rows_config(const RowsParams& params, const RowsResidency& re
   auto launch = launch_kernel<rows_kernel<Config>, RowsParams>;
   if constexpr (Config::kTiles == 1) {
     if (params.plan.pages) launch = launch_kernel<rows_pages_kernel<Config>, RowsParams>;
+  } else if constexpr (Config::kHeadDim >= 128) {
+    if (params.plan.verify_heads > 0) {
+      launch = launch_kernel<rows_verify_kernel<Config>, RowsParams>;
+    }
   }
   return launch(dim3(static_cast<unsigned>(blocks)), 32 * residency.warps,
                 static_cast<size_t>(residency.shared_bytes), params.early_launch, stream, params);

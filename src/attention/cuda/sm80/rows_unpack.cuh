@@ -231,10 +231,11 @@ __device__ inline void clear_queries(uint32_t begin, uint32_t end) {
 }
 
 // Queries of a tile: made into fp16 B fragments [pair of (step, tile of 8 rows)][lane][2 x 2
-// registers], rotated for rotated keys, each row scaled by a power of two to a largest element in
+// registers] or, with kCorePitch, into the core matrices of a k-major wgmma operand, so many bytes
+// apart, those of a k8 step side by side; rotated for rotated keys, each row scaled by a power of two to a largest element in
 // [8, 16); with each row's factor from dot products to log2 units. Those of a KV head follow the
 // one's before. The code runs once and cold: it is kept short.
-template <class Config>
+template <class Config, int kCorePitch = 0>
 struct QueryRows {
   static constexpr KeyCode kKey = Config::kKey;
   static constexpr int kDim = Config::kHeadDim, kTiles = Config::kTiles;
@@ -249,10 +250,14 @@ struct QueryRows {
   // are the sum of the lane's and of 32 k's.
   static constexpr __device__ uint32_t place(int d) {
     const FragmentPlace at = Keys::place(d);
+    if constexpr (kCorePitch > 0) {
+      return (2 * at.step + at.reg) * kTiles * kCorePitch + 4 * at.column + 2 * at.half;
+    }
     const int pairs = kTiles == 1 ? at.step / 2 * 512 + at.step % 2 * 8 : at.step * kTiles * 256;
     return pairs + 16 * at.column + 4 * at.reg + 2 * at.half;
   }
   static __device__ uint32_t place_of_row(int row) {
+    if constexpr (kCorePitch > 0) return row / 8 * kCorePitch + row % 8 * 16;
     return row / 16 * 512 + row / 8 % 2 * 8 + row % 8 * 64;
   }
 

@@ -148,7 +148,12 @@ struct RowsWarp {
         dot[n][i] = kChains == 1 ? chains[0][n][i] : chains[0][n][i] + chains[kChains - 1][n][i];
       }
     }
+    read_slots(slot0, slot1, norms, p, slots);
+  }
 
+  // The slots' constants; `norms` as the tensor core left them.
+  __device__ void read_slots(uint32_t slot0, uint32_t slot1, const float (&norms)[4],
+                             const RowsParams& p, Slots* slots) const {
     if constexpr (kRotatedKeys<Config::kKey>) {
       float inverse0 = ptx::rsqrt(norms[0]), inverse1 = ptx::rsqrt(norms[2]);
       if (!p.norm_correction) inverse0 = inverse1 = p.key_gain;
@@ -513,6 +518,33 @@ struct RowsWarp {
         for (int i = 0; i < 4; ++i) {
           ptx::st_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i),
                                o[m][n][i]);
+        }
+      }
+    }
+  }
+
+  // Adds a stored state of the same layout to this one.
+  __device__ void merge_state(uint32_t address) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float mine[2], theirs[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float other = ptx::ld_shared_float(address + 128 * (4 * n + r));
+        const float high = fmaxf(offset[n][r], other);
+        mine[r] = state_weight(offset[n][r], high);
+        theirs[r] = state_weight(other, high);
+        offset[n][r] = high;
+        l[n][r] = fmaf(ptx::ld_shared_float(address + 128 * (4 * n + 2 + r)), theirs[r],
+                       l[n][r] * mine[r]);
+      }
+#pragma unroll
+      for (int m = 0; m < kOutTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x =
+              ptx::ld_shared_float(address + 128 * (4 * kTiles + (n * kOutTiles + m) * 4 + i));
+          o[m][n][i] = fmaf(x, theirs[i % 2], o[m][n][i] * mine[i % 2]);
         }
       }
     }

@@ -75,10 +75,9 @@ const TileAttention& hopper_attention(int head_dim) {
 }
 
 cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream) {
-  if (params.call.num_seqs > 0) tile_sequences_kernel<<<1, kPrepareThreads, 0, stream>>>(params);
   const int64_t rows = params.call.total_q * params.call.num_heads;
   const int64_t blocks = std::min<int64_t>(params.plan.num_ctas, (rows + 7) / 8);
-  tile_padding_kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, 0, stream>>>(params);
+  tile_open_kernel<<<static_cast<unsigned>(blocks), kPrepareThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
@@ -113,12 +112,16 @@ cudaError_t run_tile(const TileParams& params, const TileAttention& attention,
   for (TileStep at, next; at.context_group < plan.num_context_groups; at = next) {
     next = step_after(plan, at);
     const bool opens = at.step == 0, first = opens && at.row_chunk == 0 && at.context_group == 0;
-    if (first || plan.buffers == 1) {
-      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, plan.overlaps && !opens, stream));
+    // A launch group is opened beside the merge of the one before.
+    if (opens) {
+      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_rotate(params, at, plan.overlaps && !first, stream));
     }
-    if (opens) KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_rotate(params, at, stream));
+    if (first || plan.buffers == 1) {
+      const bool early = plan.overlaps && plan.buffers == 1;
+      KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, at, early, stream));
+    }
     KVTILE_RETURN_IF_CUDA_ERROR(
-        attention.launch(params, at, shared_bytes_per_block, plan.overlaps && !opens, stream));
+        attention.launch(params, at, shared_bytes_per_block, plan.overlaps, stream));
     if (plan.buffers > 1 && next.context_group < plan.num_context_groups) {
       KVTILE_RETURN_IF_CUDA_ERROR(launch_tile_fill(params, next, true, stream));
     }

@@ -23,7 +23,8 @@ extern const TileAttention kTileAttention64, kTileAttention128, kTileAttention12
 const TileAttention& tile_attention(int head_dim, int shared_bytes_per_block);
 const TileAttention& hopper_attention(int head_dim);
 
-cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, cudaStream_t stream);
+cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, bool early,
+                               cudaStream_t stream);
 cudaError_t launch_tile_merge(const TileParams& params, const TileStep& at, cudaStream_t stream);
 cudaError_t launch_tile_sequences(const TileParams& params, cudaStream_t stream);
 // `early`: may start before the launches ahead of it end. On the SMs that do not attend if that

@@ -476,10 +476,6 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
     ptx::cp_async_commit();
   };
 
-#if __CUDA_ARCH__ >= 900
-  // The attention over the tile before reads the one image there is.
-  if (plan.buffers == 1) ptx::grid_dependency_wait();
-#endif
   int work = used_from(blockIdx.x), next = used_from(work + gridDim.x);
   look_up(work);
   ptx::cp_async_wait<0>();
@@ -487,6 +483,12 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   look_up(next);
   __syncthreads();
   copy(work, 0);
+#if __CUDA_ARCH__ >= 900
+  // The attention over the tile before reads the one image there is; nothing was written to it so
+  // far: only the first step of a launch group may begin with blocks that no row sees. The attention
+  // of the launch group before has ended.
+  if (plan.buffers == 1 && at.step > 0) ptx::grid_dependency_wait();
+#endif
   for (int buffer = 0; work < end; buffer ^= 1) {
     ptx::cp_async_wait<0>();
     const bool raw_next = describe(next, buffer ^ 1);

@@ -12,6 +12,19 @@ namespace kvtile::cuda {
 
 inline constexpr int kRotateParts = 4;
 
+// What runs beside the launches around it: the next one may start, and has ended before this one
+// does whatever this one started beside.
+__device__ __forceinline__ void open_early_launch() {
+#if __CUDA_ARCH__ >= 900
+  ptx::grid_dependency_launch();
+#endif
+}
+__device__ __forceinline__ void end_early_launch() {
+#if __CUDA_ARCH__ >= 900
+  ptx::grid_dependency_wait();
+#endif
+}
+
 // Opens a launch group: writes its contexts' views, and rotates the queries of its row blocks in
 // fp32, scales each row's largest element into [8, 16) by a power of two, and writes fp16 mma
 // fragments and the row's factor back to log2 units. Grid: (row blocks of the group, kRotateParts).
@@ -19,6 +32,7 @@ template <int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
     tile_rotate_kernel(const __grid_constant__ TileParams params,
                        const __grid_constant__ TileStep at_step) {
+  open_early_launch();
   constexpr int kPer = kHeadDim / 32;
   constexpr int kSteps = kHeadDim / 16;
   const AttentionParams& call = params.call;
@@ -32,7 +46,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     }
   }
   const int local = blockIdx.x;
-  if (local >= group.end - group.begin) return;
+  if (local >= group.end - group.begin) return end_early_launch();
   const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
   const int seq = static_cast<int>(context / plan.num_kv_heads);
   const int head = static_cast<int>(context % plan.num_kv_heads);
@@ -93,6 +107,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     }
     if (lane == 0) params.row_scale(local)[block_row] = scale;
   }
+  end_early_launch();
 }
 
 // --- merge --------------------------------------------------------------------------------------
@@ -103,6 +118,7 @@ template <int kHeadDim>
 __global__ void __launch_bounds__(kPrepareThreads, 2)
     tile_merge_kernel(const __grid_constant__ TileParams params,
                       const __grid_constant__ TileStep at_step) {
+  open_early_launch();
   const AttentionParams& call = params.call;
   const TilePlan& plan = params.plan;
   const SequenceInfo* sequences = params.sequences();
@@ -111,7 +127,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
   const int local = blockIdx.x;
   if (local >= num_row_blocks) return;
   const int64_t context = context_of_row_block(plan, sequences, group, group.begin + local);
-  const ContextView view = params.views()[context - group.first_context];
+  // Not the view in the workspace: the next launch group may be opened meanwhile.
+  const ContextView view = context_view(plan, sequences, params.mask, group, context);
   const SequenceInfo sequence = sequences[view.seq];
   const int first_row =
       (group.begin + local - row_blocks_before(plan, sequences, context)) * plan.rows();
@@ -133,7 +150,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       row[r] = first_row + block_row;
       live[r] = row[r] < sequence.q_len * plan.group;
       const int head = view.head * plan.group + row[r] % plan.group;
+      // Few rows have many pieces: several are asked for at once.
       float top = -infinity;
+#pragma unroll 4
       for (int slot = first_slot; slot <= last_slot; ++slot) {
         top = fmaxf(top, params.softmax(slot)[block_row].x);
       }
@@ -144,6 +163,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       const float sink_log2 = sink ? call.sinks[head] * 1.4426950408889634f : -infinity;
       if (sink) top = fmaxf(top, sink_log2);
       const float shift = top == -infinity ? 0.0f : top;
+#pragma unroll 4
       for (int slot = first_slot; slot <= last_slot; ++slot) {
         const float2 piece = params.softmax(slot)[block_row];
         total = fmaf(ptx::ex2(piece.x - shift), piece.y, total);
@@ -165,6 +185,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     }
 
     float4 o[8] = {};
+#pragma unroll 1
     for (int slot = first_slot; slot <= last_slot; ++slot) {
       float weight[2];
 #pragma unroll
@@ -175,7 +196,6 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       }
       const float4* fragment =
           params.carry(slot) + (tile * (kHeadDim / 8) + blockIdx.y * 8) * 32 + lane;
-      if (!__any_sync(0xffffffffu, weight[0] != 0.0f || weight[1] != 0.0f)) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float4 piece = fragment[j * 32];

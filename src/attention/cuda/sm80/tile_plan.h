@@ -4,8 +4,8 @@
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
 // group) are cut into row blocks; keys come in blocks of the kernel's shape. A launch group is a
 // few contexts and a run of their row blocks; a step is one tile of each context's tokens. Where
-// launches may overlap, a few SMs dequantise the next step's tile while the others attend over this
-// one's.
+// launches may overlap and a kernel gains by it, a few SMs dequantise the next step's tile while the
+// others attend over this one's.
 #pragma once
 
 #include <algorithm>
@@ -28,18 +28,17 @@ inline constexpr int kTailTokens = 1024;
 inline constexpr int kTileMinSharedBytes = 101376;
 inline constexpr int64_t kTileScratchBytes = int64_t{64} << 20;  // of tiles up to the default
 inline constexpr int64_t kTileCarriedBytes = int64_t{48} << 20;  // of it, for queries and states
-// Up to this many rows of a context the next tile is dequantised beside the attention over this
-// one. With more, that costs less than the shorter tiles two images leave room for.
-inline constexpr int kOverlapRows = 2048;
 inline constexpr int kProbabilityExponent = 12;  // probabilities are held times 2^12 in fp16
 
-// What the plan needs of an attention kernel. The last two are measured for cuda/tile and scaled by
-// its rate for cuda/hopper.
+// What the plan needs of an attention kernel, as measured.
 struct TileShape {
   int rows = 256;         // of a row block
   int block_tokens = 64;  // keys of one image sub-tile and of one softmax step, a power of two
   // Accumulators are fresh at every multiple of this position; a tile is as many of them.
   int span_tokens = 8192;
+  // Up to this many rows of a context the next tile is dequantised beside the attention over this
+  // one. With more, that costs less than the shorter tiles two images leave room for.
+  int overlap_rows = 2048;
   int fill_rows = 160;  // attending with as many takes an SM as long as dequantising
   int piece_units = 3;  // of work that take as long as a further piece costs
 };
@@ -53,10 +52,10 @@ KVTILE_HD constexpr TileShape portable_shape(int head_dim) {
 }
 
 KVTILE_HD constexpr TileShape hopper_shape(int head_dim) {
-  return {.rows = 128,
+  return {.rows = head_dim <= 128 ? 192 : 128,
           .block_tokens = head_dim <= 128 ? 128 : 64,
           .span_tokens = 16384,
-          .fill_rows = 280,
+          .overlap_rows = 0,  // taking turns is faster at every size
           .piece_units = head_dim <= 128 ? 1 : 2};
 }
 
@@ -159,7 +158,7 @@ inline TilePlan make_tile_plan(const AttentionCall& call, const TileDevice& devi
       std::max<int64_t>(1, (batch_blocks + plan.num_seqs - 1) / std::max(1, plan.num_seqs));
 
   plan.overlaps = device.overlaps;
-  plan.buffers = device.overlaps && context_blocks * rows <= kOverlapRows ? 2 : 1;
+  plan.buffers = device.overlaps && context_blocks * rows <= shape.overlap_rows ? 2 : 1;
   int attending = device.num_sms;
   if (plan.buffers > 1) {
     attending -= filling_sms(device.num_sms, shape.fill_rows, context_blocks * rows);

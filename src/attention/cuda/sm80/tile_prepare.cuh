@@ -8,8 +8,7 @@
 namespace kvtile::cuda {
 
 // One thread block. Lengths are clamped so that no index leaves the call's tensors.
-__global__ void __launch_bounds__(kPrepareThreads)
-    tile_sequences_kernel(const __grid_constant__ TileParams params) {
+__device__ __forceinline__ void describe_sequences(const TileParams& params) {
   __shared__ int partial[kPrepareThreads];
   const AttentionParams& call = params.call;
   SequenceInfo* sequences = params.sequences();
@@ -55,8 +54,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 }
 
 // Rows no sequence owns are zeros with lse -inf.
-__global__ void __launch_bounds__(kPrepareThreads)
-    tile_padding_kernel(const __grid_constant__ TileParams params) {
+__device__ __forceinline__ void clear_padding(const TileParams& params) {
   const AttentionParams& call = params.call;
   const int64_t named = call.num_seqs == 0 ? 0 : call.cu_seqlens_q[call.num_seqs];
   const int64_t first = min(max(named, int64_t{0}), call.total_q);
@@ -74,6 +72,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
           __int_as_float(0xff800000);
     }
   }
+}
+
+__global__ void __launch_bounds__(kPrepareThreads)
+    tile_open_kernel(const __grid_constant__ TileParams params) {
+  if (blockIdx.x == 0 && params.call.num_seqs > 0) describe_sequences(params);
+  clear_padding(params);
 }
 
 }  // namespace kvtile::cuda

@@ -7,9 +7,9 @@ namespace kvtile::cuda {
 namespace {
 
 template <int kHeadDim>
-cudaError_t rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
+cudaError_t rotate(const TileParams& params, const TileStep& at, bool early, cudaStream_t stream) {
   return launch_kernel<tile_rotate_kernel<kHeadDim>>(dim3(params.plan.row_blocks, kRotateParts),
-                                                     kPrepareThreads, 0, false, stream, params, at);
+                                                     kPrepareThreads, 0, early, stream, params, at);
 }
 
 template <int kHeadDim>
@@ -20,11 +20,12 @@ cudaError_t merge(const TileParams& params, const TileStep& at, cudaStream_t str
 
 }  // namespace
 
-cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, cudaStream_t stream) {
+cudaError_t launch_tile_rotate(const TileParams& params, const TileStep& at, bool early,
+                               cudaStream_t stream) {
   const auto launch = params.plan.head_dim == 64    ? rotate<64>
                       : params.plan.head_dim == 128 ? rotate<128>
                                                     : rotate<256>;
-  return launch(params, at, stream);
+  return launch(params, at, early, stream);
 }
 
 cudaError_t launch_tile_merge(const TileParams& params, const TileStep& at, cudaStream_t stream) {

@@ -1,9 +1,9 @@
 // Dense attention over one step's tile image with wgmma, for sm_90a. A thread block walks its
 // pieces (tile_plan.h): a producer warp describes them, one ahead, and keeps a ring of key and
-// value planes full by bulk copies; two warpgroups own 64 packed rows each. A warpgroup issues the
-// scores of the next key block before the product of this one's probabilities and values, and takes
-// exponentials while the other one's products run. Image planes are wgmma operands as they lie;
-// scores, probabilities, references, spans and non-finite values are as in sm80/tile.cuh.
+// value planes full by bulk copies; two or three warpgroups own 64 packed rows each. A warpgroup
+// issues the scores of the next key block before the product of this one's probabilities and
+// values, and takes exponentials while the others' products run. Image planes are wgmma operands as
+// they lie; scores, probabilities, references, spans and non-finite values are as in sm80/tile.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,22 @@
 
 namespace kvtile::cuda {
 
-inline constexpr int kHopperWarps = 8;  // that attend; the producer's warpgroup follows
-inline constexpr int kHopperThreads = 32 * kHopperWarps + 128;
+// Warpgroups that attend; the producer's follows.
+constexpr int hopper_warpgroups(int head_dim) { return hopper_shape(head_dim).rows / 64; }
+constexpr int hopper_threads(int head_dim) { return 128 * (hopper_warpgroups(head_dim) + 1); }
+// Whether the scores of the next block are issued before the product of this one, so that one's
+// exponentials run under the other. Otherwise a warpgroup issues a block's products one after the
+// other and leaves it to the other two to fill the gaps: then the probabilities take the registers
+// of the scores, and three warpgroups have room for 128 keys beside 128 dimensions.
+constexpr bool hopper_scores_ahead(int head_dim) { return head_dim != 128; }
+// Registers of a lane that attends, and of one that does not: together those of the launch.
+constexpr int hopper_registers(int head_dim) {
+  return hopper_warpgroups(head_dim) == 3 ? 160 : 224;
+}
+constexpr int hopper_producer_registers(int head_dim) {
+  const int warpgroups = hopper_warpgroups(head_dim);
+  return (warpgroups == 3 ? 4 * 128 : 3 * 168) - warpgroups * hopper_registers(head_dim);
+}
 inline constexpr int kHopperPieces = 2;  // descriptions in shared memory: in use, and the next
 inline constexpr int kMaxPlanes = 16;
 
@@ -131,7 +145,8 @@ struct HopperProducer {
     }
   }
 
-  // In the order the warpgroups use them: keys of block k, values of block k - 1.
+  // In the order the warpgroups use them: keys of block k, and values of block k, or of k - 1 where
+  // scores go ahead.
   __device__ __forceinline__ void fill(const BlockWalk& walk, const std::byte* image,
                                        RingPlace<kPlanes>* place) {
     const auto copy = [&](const std::byte* plane) {
@@ -141,23 +156,36 @@ struct HopperProducer {
       ptx::bulk_copy(planes + place->at * kPlaneBytes, plane, kPlaneBytes, full);
       place->advance();
     };
+    constexpr int kBehind = hopper_scores_ahead(kHeadDim) ? 1 : 0;
     int block = walk.block(0);
     const std::byte* values = nullptr;
 #pragma unroll 1
     for (int k = 0; k < walk.count; ++k) {
       const std::byte* keys = image + block * subtile_bytes(kTokens, kHeadDim);
       copy(keys);
-      if (k > 0) copy(values);
+      if (k >= kBehind) copy(kBehind == 0 ? keys + kPlaneBytes : values);
       values = keys + kPlaneBytes;
       block = walk.after(block);
     }
-    copy(values);
+    if (kBehind == 1) copy(values);
   }
 };
 
-// Named barriers: 1 and 2, the warpgroups' turns at issuing products; 3 and 4, each one's own.
+// Not kept in a register.
+__device__ __forceinline__ int thread() { return ptx::thread_index(); }
+
+// Lane 0's, in a uniform register.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Named barriers: 1 to 3, the warpgroups' turns at issuing products; 4 to 6, each one's own.
 __device__ __forceinline__ void sync_warpgroup(int warpgroup) {
-  ptx::named_barrier_sync(3 + warpgroup, 128);
+  ptx::named_barrier_sync(4 + warpgroup, 128);
+}
+__device__ __forceinline__ void wait_turn(int warpgroup) {
+  ptx::named_barrier_sync(1 + warpgroup, 256);
+}
+__device__ __forceinline__ void give_turn(int warpgroup) {
+  ptx::named_barrier_arrive(1 + warpgroup, 256);
 }
 
 template <int kHeadDim, int kPlanes>
@@ -166,6 +194,8 @@ struct HopperConsumer {
   static constexpr int kPlaneBytes = plane_bytes(kTokens, kHeadDim);
   static constexpr int kSteps = kHeadDim / 16;  // k16 steps of a score
   static constexpr int kSpanBlocks = hopper_shape(kHeadDim).span_tokens / kTokens;
+  static constexpr int kWarpgroups = hopper_warpgroups(kHeadDim);
+  static constexpr int kPart = kTokens / 16 / 4;  // k16 steps that follow their exponentials
   using Scores = float[kTokens / 8][4];
 
   const TileParams& params;
@@ -181,7 +211,8 @@ struct HopperConsumer {
     ptx::mbarrier_wait(ptx::shared_address(&shared.full[at.at]), at.parity);
   }
   __device__ __forceinline__ void leave_plane(const Place& at) const {
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
+    if (ptx::thread_index() % 32 == 0)
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[at.at]));
   }
 
   __device__ __forceinline__ void issue_scores(Scores& s, const Place& at) const {
@@ -195,12 +226,14 @@ struct HopperConsumer {
     ptx::wgmma_commit();
   }
 
+  // Of the block's k16 steps [begin, end).
   __device__ __forceinline__ void issue_values(float (&o)[kHeadDim / 8][4],
                                                const uint32_t (&p)[kTokens / 16][4],
-                                               const Place& at) const {
+                                               const Place& at, int begin = 0,
+                                               int end = kTokens / 16) const {
     const uint64_t b = ptx::matrix_descriptor(planes + at.at * kPlaneBytes, value_operand(kTokens));
 #pragma unroll
-    for (int kk = 0; kk < kTokens / 16; ++kk) {
+    for (int kk = begin; kk < end; ++kk) {
       ptx::wgmma_rs<1>(o, p[kk], ptx::advance(b, chunk_offset(0, 16 * kk, kTokens)), true);
     }
     ptx::wgmma_commit();
@@ -208,7 +241,7 @@ struct HopperConsumer {
 
   // The piece's queries from mma fragments to shared memory, where wgmma wants core matrices.
   __device__ __forceinline__ void load_queries(int local) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
     const uint4* fragment = params.query(local) + warp * kSteps * 32 + lane;
     const uint32_t own = queries + chunk_offset(0, warp % 4 * 16 + lane / 4, 64) + lane % 4 * 4;
 #pragma unroll
@@ -222,9 +255,30 @@ struct HopperConsumer {
     ptx::fence_proxy_async();
   }
 
+  // Keys that a row of the warp sees.
+  __device__ __forceinline__ int2 keys_of(const HopperPiece& piece, int row) const {
+    const int packed_row = piece.first_row + ptx::thread_index() / 32 * 16 + row;
+    KeyRange keys;
+    if (packed_row < piece.sequence.q_len * params.plan.group) {
+      keys = row_range(params.mask, piece.sequence, packed_row / params.plan.group);
+    }
+    return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
+  }
+
+  // Keys that all of the warp's live rows see, the same in every lane. Both ends grow.
+  __device__ __forceinline__ int2 common_keys(const HopperPiece& piece) const {
+    const int first_row = piece.first_row + ptx::thread_index() / 32 * 16;
+    const int num_live = min(piece.sequence.q_len * params.plan.group - first_row, 16);
+    int2 common = make_int2(0, 0x7fffffff);
+    if (num_live > 0) {
+      common.x = keys_of(piece, num_live - 1).x;
+      common.y = keys_of(piece, 0).y;
+    }
+    return make_int2(uniform(common.x), uniform(common.y));
+  }
+
   __device__ __forceinline__ void attend(const HopperPiece& piece, const TileStep& at) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const TilePlan& plan = params.plan;
+    const int lane = ptx::thread_index() % 32, warp = ptx::thread_index() / 32;
     if (piece.walk.count <= 0) {
       if (at.step == 0 && lane < 16) {
         params.softmax(piece.slot)[warp * 16 + lane] = make_float2(negative_infinity(), 0.0f);
@@ -235,21 +289,7 @@ struct HopperConsumer {
     load_queries(piece.local);
     sync_warpgroup(warpgroup);
 
-    const int own_row = piece.first_row + warp * 16;
-    const auto keys_of = [&](int row) {
-      KeyRange keys;
-      if (own_row + row < piece.sequence.q_len * plan.group) {
-        keys = row_range(params.mask, piece.sequence, (own_row + row) / plan.group);
-      }
-      return make_int2(static_cast<int>(keys.begin), static_cast<int>(keys.end));
-    };
-    // Keys that all of the warp's live rows see: blocks within need no mask. Both ends grow.
-    int2 common = make_int2(0, 0x7fffffff);
-    const int num_live = min(piece.sequence.q_len * plan.group - own_row, 16);
-    if (num_live > 0) {
-      common.x = keys_of(num_live - 1).x;
-      common.y = keys_of(0).y;
-    }
+    const int2 common = common_keys(piece);  // blocks within need no mask
     float factor[2], m[1][2], l[1][2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -265,13 +305,16 @@ struct HopperConsumer {
       for (int e = 0; e < 4; ++e) o[0][j][e] = 0.0f;
     }
     bool moved = false;  // a reference, since the carried state was written
+    bool carried = at.step > 0;
     Scores s;
     uint32_t p[kTokens / 16][4];
 
-    // Scores to probabilities in place; whatever multiplies `o` by then is in alpha.
-    const auto exponentiate = [&](int block, float(&alpha)[2]) {
+    // Sets the references of a block's rows. Scores times `by` are in log2 units then; `o` times
+    // alpha is relative to the references.
+    const auto refer = [&](int block, float(&by)[2], float(&alpha)[2]) {
       const int first_key = block * kTokens;
-      float by[2] = {factor[0], factor[1]};
+      by[0] = factor[0];
+      by[1] = factor[1];
       if (params.softcap_log2 > 0.0f) {
         // cap * tanh(score / cap): the factor is 2 log2(e) / cap times the score's own.
 #pragma unroll
@@ -285,9 +328,10 @@ struct HopperConsumer {
         by[0] = by[1] = 1.0f;
       }
       if (first_key < common.x || first_key + kTokens > common.y) {
+        const int lane = ptx::thread_index() % 32;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int2 keys = keys_of(r * 8 + lane / 4);
+          const int2 keys = keys_of(piece, r * 8 + lane / 4);
           const int key = first_key + lane % 4 * 2;
 #pragma unroll
           for (int n = 0; n < kTokens / 8; ++n) {
@@ -303,13 +347,13 @@ struct HopperConsumer {
       bool grows = false;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        float largest = s[0][2 * r];
+        float largest[2] = {s[0][2 * r], s[1][2 * r]};
 #pragma unroll
         for (int n = 0; n < kTokens / 8; ++n) {
-          largest = fmaxf(largest, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+          largest[n % 2] = fmaxf(largest[n % 2], fmaxf(s[n][2 * r], s[n][2 * r + 1]));
         }
-        top[r] = largest;
-        grows |= fmaf(largest, by[r], -m[0][r]) > kLazyGrowth;
+        top[r] = fmaxf(largest[0], largest[1]);
+        grows |= fmaf(top[r], by[r], -m[0][r]) > kLazyGrowth;
       }
       alpha[0] = alpha[1] = 1.0f;
       const bool moves = __any_sync(0xffffffffu, grows);
@@ -328,102 +372,158 @@ struct HopperConsumer {
           }
         }
       }
+      return moves;
+    };
+    // Scores of k16 steps [begin, end) to probabilities, in place.
+    const auto exponentiate = [&](const float(&by)[2], int begin, int end) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float bias = static_cast<float>(kProbabilityExponent) -
                            (m[0][r] == negative_infinity() ? 0.0f : m[0][r]);
-        float sum = 0.0f;
+        float sum[2] = {};
 #pragma unroll
-        for (int n = 0; n < kTokens / 8; ++n) {
+        for (int n = 2 * begin; n < 2 * end; ++n) {
           s[n][2 * r] = ptx::ex2(fmaf(s[n][2 * r], by[r], bias));
           s[n][2 * r + 1] = ptx::ex2(fmaf(s[n][2 * r + 1], by[r], bias));
-          sum += s[n][2 * r] + s[n][2 * r + 1];
+          sum[n % 2] += s[n][2 * r] + s[n][2 * r + 1];
         }
-        l[0][r] += sum;
+        l[0][r] += sum[0] + sum[1];
       }
-      return moves;
     };
-    const auto round = [&] {
+    const auto round = [&](int begin, int end) {
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
+      for (int n = 2 * begin; n < 2 * end; ++n) {
         p[n / 2][n % 2 * 2] = ptx::cvt_half2(s[n][0], s[n][1]);
         p[n / 2][n % 2 * 2 + 1] = ptx::cvt_half2(s[n][2], s[n][3]);
       }
     };
-    const auto flush = [&](int block) {
-      const bool carried = at.step > 0 || block / kSpanBlocks != piece.walk.block(0) / kSpanBlocks;
-      flush_span<kHeadDim, 1>(o, l, m, params.carry(piece.slot), params.softmax(piece.slot),
-                              carried, moved);
+    const auto rescale = [&](const float(&alpha)[2]) {
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
+      }
+    };
+    const auto flush = [&] {
+      // Addresses are made here, not kept for the loop.
+      const int slot = static_cast<int>(ptx::hidden(piece.slot));
+      flush_span<kHeadDim, 1>(o, l, m, params.carry(slot), params.softmax(slot), carried, moved);
       moved = false;
+      carried = true;
     };
 
-    int block = piece.walk.block(0);
-    float alpha[2];
-    wait_plane(place);
-    ptx::wgmma_fence();
-    issue_scores(s, place);
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
-    leave_plane(place);
-    place.advance();
-    exponentiate(block, alpha);
-    round();
-    for (int k = 1; k < piece.walk.count; ++k) {
-      const int next_block = piece.walk.after(block);
-      const Place keys = place;
-      place.advance();
-      const Place values = place;
-      place.advance();
-      wait_plane(keys);
-      wait_plane(values);
-      ptx::named_barrier_sync(1 + warpgroup, 256);
+    int block = uniform(piece.walk.block(0));
+    const int run = uniform(piece.walk.run), run_end = uniform(piece.walk.first) + run;
+    int left = uniform(piece.walk.count);
+    // To the next block of the walk; true if it lies in another span.
+    const auto advance_block = [&] {
+      const bool wraps = ((++block - run_end) & (kSpanBlocks - 1)) == 0;
+      if (wraps) block += kSpanBlocks - run;
+      return wraps;
+    };
+    float by[2], alpha[2];
+    if constexpr (hopper_scores_ahead(kHeadDim)) {
+      // The next two planes, where there are two: keys, and the values of the block before.
+      const auto wait_planes = [&] {
+        if (left == 1) return;
+        Place next = place;
+        wait_plane(next);
+        next.advance();
+        wait_plane(next);
+      };
+      wait_plane(place);
+      ptx::wgmma_fence();
+      issue_scores(s, place);
+      ptx::wgmma_wait<0>();
       ptx::pin(s);
+      leave_plane(place);
+      place.advance();
+      refer(block, by, alpha);
+      exponentiate(by, 0, kTokens / 16);
+      round(0, kTokens / 16);
+      wait_planes();
+      while (--left > 0) {
+        const bool wraps = advance_block();
+        const Place keys = place;
+        place.advance();
+        const Place values = place;
+        place.advance();
+        wait_turn(warpgroup);
+        ptx::pin(s);
+        ptx::pin(p);
+        ptx::pin(o[0]);
+        ptx::wgmma_fence();
+        issue_scores(s, keys);
+        issue_values(o[0], p, values);
+        give_turn(warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1);
+        wait_planes();
+        ptx::wgmma_wait<1>();
+        ptx::pin(s);
+        leave_plane(keys);
+        if (wraps) {
+          ptx::wgmma_wait<0>();
+          ptx::pin(o[0]);
+          flush();
+        }
+        const bool moves = refer(block, by, alpha);
+        exponentiate(by, 0, kTokens / 16);
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        leave_plane(values);
+        if (moves) rescale(alpha);
+        round(0, kTokens / 16);
+      }
+      wait_plane(place);
       ptx::pin(p);
       ptx::pin(o[0]);
       ptx::wgmma_fence();
-      issue_scores(s, keys);
-      issue_values(o[0], p, values);
-      ptx::named_barrier_arrive(2 - warpgroup, 256);
-      ptx::wgmma_wait<1>();
-      ptx::pin(s);
-      leave_plane(keys);
-      if (next_block / kSpanBlocks != block / kSpanBlocks) {
-        ptx::wgmma_wait<0>();
-        ptx::pin(o[0]);
-        flush(block);
-      }
-      block = next_block;
-      const bool moves = exponentiate(block, alpha);
+      issue_values(o[0], p, place);
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
-      leave_plane(values);
-      if (moves) {
+      leave_plane(place);
+      place.advance();
+    } else {
+      for (;;) {
+        wait_plane(place);
+        // Overwritten: until here the probabilities may take these registers.
 #pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
+        for (int n = 0; n < kTokens / 8; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) o[0][j][e] *= alpha[e / 2];
+          for (int e = 0; e < 4; ++e) s[n][e] = 0.0f;
         }
+        ptx::wgmma_fence();
+        issue_scores(s, place);
+        ptx::wgmma_wait<0>();
+        ptx::pin(s);
+        leave_plane(place);
+        place.advance();
+        if (refer(block, by, alpha)) rescale(alpha);
+        wait_plane(place);
+        ptx::pin(o[0]);
+#pragma unroll
+        for (int part = 0; part < kTokens / 16; part += kPart) {
+          exponentiate(by, part, part + kPart);
+          round(part, part + kPart);
+#pragma unroll
+          for (int kk = part; kk < part + kPart; ++kk) ptx::pin(p[kk]);
+          ptx::wgmma_fence();
+          issue_values(o[0], p, place, part, part + kPart);
+        }
+        ptx::wgmma_wait<0>();
+        ptx::pin(o[0]);
+        leave_plane(place);
+        place.advance();
+        if (--left == 0) break;
+        if (advance_block()) flush();
       }
-      round();
     }
-    wait_plane(place);
-    ptx::pin(p);
-    ptx::pin(o[0]);
-    ptx::wgmma_fence();
-    issue_values(o[0], p, place);
-    ptx::wgmma_wait<0>();
-    ptx::pin(o[0]);
-    leave_plane(place);
-    place.advance();
-    flush(block);
-    if (piece.lossy) lose_non_finite(piece, at.buffer, keys_of);
+    flush();
+    if (piece.lossy) lose_non_finite(piece, at.buffer);
   }
 
   // Rows that see a non-finite value element are lost in its dimension: NaN in the carried state
   // stays NaN. The image holds 0 in its place and lost_tokens names it.
-  template <typename KeysOf>
-  __device__ __forceinline__ void lose_non_finite(const HopperPiece& piece, int buffer,
-                                                  const KeysOf& keys_of) const {
+  __device__ __forceinline__ void lose_non_finite(const HopperPiece& piece, int buffer) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint8_t* flags = params.flags(buffer, piece.index);
     const uint64_t* lost_tokens = params.lost_tokens(buffer, piece.index);
@@ -437,8 +537,8 @@ struct HopperConsumer {
       const uint64_t* lost = lost_tokens + static_cast<int64_t>(fill) * kHeadDim + lane % 4 * 2;
 #pragma unroll 1
       for (int r = 0; r < 2; ++r) {
-        const uint64_t tokens =
-            seen_tokens(keys_of(r * 8 + lane / 4), block * kTokens + k % kFills * kFillTokens);
+        const uint64_t tokens = seen_tokens(keys_of(piece, r * 8 + lane / 4),
+                                            block * kTokens + k % kFills * kFillTokens);
 #pragma unroll 1
         for (int d = 0; d < kHeadDim; d += 8) {
           float* pair = reinterpret_cast<float*>(carry + d / 8 * 32) + 2 * r;
@@ -453,7 +553,7 @@ struct HopperConsumer {
 #endif  // sm_90a
 
 template <int kHeadDim, int kPlanes>
-__global__ void __launch_bounds__(kHopperThreads, 1)
+__global__ void __launch_bounds__(hopper_threads(kHeadDim), 1)
     hopper_attention_kernel(const __grid_constant__ TileParams params,
                             const __grid_constant__ TileStep at) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -462,17 +562,18 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   extern __shared__ __align__(128) std::byte dynamic[];
   __shared__ __align__(16) std::byte shared_bytes[sizeof(HopperShared)];
   HopperShared& shared = *reinterpret_cast<HopperShared*>(shared_bytes);
+  constexpr int kWarpgroups = hopper_warpgroups(kHeadDim), kWarps = 4 * kWarpgroups;
   constexpr int kQueryBytes = plane_bytes(64, kHeadDim);
   const uint32_t queries = ptx::shared_address(dynamic);
-  const uint32_t planes = queries + 2 * kQueryBytes;
+  const uint32_t planes = queries + kWarpgroups * kQueryBytes;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPlanes; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kHopperWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[i]), kWarps);
     }
     for (int i = 0; i < kHopperPieces; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&shared.described[i]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), kHopperWarps);
+      ptx::mbarrier_init(ptx::shared_address(&shared.done[i]), 32 * kWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -483,26 +584,25 @@ __global__ void __launch_bounds__(kHopperThreads, 1)
   ptx::grid_dependency_launch();
 
   const int warp = threadIdx.x / 32;
-  if (warp >= kHopperWarps) {
-    ptx::give_registers<56>();
-    if (warp == kHopperWarps) Producer{params, at, shared, planes}.run();
+  if (warp >= kWarps) {
+    ptx::give_registers<hopper_producer_registers(kHeadDim)>();
+    if (warp == kWarps) Producer{params, at, shared, planes}.run();
   } else {
-    ptx::take_registers<224>();
+    ptx::take_registers<hopper_registers(kHeadDim)>();
     const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);  // the same, in uniform registers
     HopperConsumer<kHeadDim, kPlanes> consumer{params, shared, warpgroup,
                                                queries + warpgroup * kQueryBytes, planes};
-    if (warpgroup == 1) ptx::named_barrier_arrive(1, 256);
+    constexpr bool kTurns = hopper_scores_ahead(kHeadDim);
+    if (kTurns && warpgroup == kWarpgroups - 1) give_turn(0);
     for (RingPlace<kHopperPieces> next;; next.advance()) {
       ptx::mbarrier_wait(ptx::shared_address(&shared.described[next.at]), next.parity);
       const HopperPiece& piece = shared.pieces[next.at];
       if (piece.local < 0) break;
       consumer.attend(piece, at);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) {
-        ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
-      }
+      // Every lane for what it read: racecheck does not take one for all after __syncwarp().
+      ptx::mbarrier_arrive(ptx::shared_address(&shared.done[next.at]));
     }
-    if (warpgroup == 0) ptx::named_barrier_sync(1, 256);
+    if (kTurns && warpgroup == 0) wait_turn(0);
   }
 #endif
 }

@@ -21,7 +21,8 @@ struct HopperInstance {
   static cudaError_t launch(const TileParams& params, const TileStep& at, int, bool early,
                             cudaStream_t stream) {
     return launch_kernel<hopper_attention_kernel<kHeadDim, kPlanes>>(
-        dim3(params.plan.num_ctas), kHopperThreads, kDynamicBytes, early, stream, params, at);
+        dim3(params.plan.num_ctas), hopper_threads(kHeadDim), kDynamicBytes, early, stream, params,
+        at);
   }
 };
 

@@ -188,6 +188,11 @@ inline void bulk_copy(uint32_t shared, const void* global, int bytes, uint32_t b
   b.bytes_16 = static_cast<int16_t>(b.bytes_16 - bytes / 16);
   settle(barrier, b);
 }
+inline void bulk_copy_of_warp(uint32_t shared, uint64_t global, int bytes, uint32_t barrier) {
+  if ((threadIdx.x & 31) == 0) {
+    bulk_copy(shared, reinterpret_cast<const void*>(global), bytes, barrier);
+  }
+}
 inline uint32_t shared_increment(uint32_t counter, uint32_t last) {
   const uint32_t before = ld_shared(counter);
   st_shared(counter, before >= last ? 0 : before + 1);
