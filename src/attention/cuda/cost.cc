@@ -11,9 +11,9 @@ namespace kvtile::cuda {
 namespace {
 
 // Measured on an H200. Time of an SM is in ns x SM: what all SMs together spend.
-constexpr double kRowsFixedUs = 15.0;           // launches, first pages, combine
-constexpr double kRowsSmNs = 4.8;               // a token-head, 128 dimensions, of any tile
-constexpr double kRowsSmNsPerRow = 0.37;        // and for each row of the tile's capacity
+constexpr double kRowsFixedUs = 20.0;           // launches, first pages, combine
+constexpr double kRowsSmNs = 1.5;               // a token-head, 128 dimensions, of any tile
+constexpr double kRowsSmNsPerRow = 0.41;        // and for each row of the tile's capacity
 constexpr double kRowsRawFlopsPerSmNs = 64.0;   // the raw chunk, in plain fp32
 constexpr double kTileFixedUs = 30.0;           // a dozen launches
 constexpr double kTileGroupUs = 10.0;           // a launch group of about one row block per SM

@@ -187,7 +187,7 @@ inline constexpr int kRowsPagesWarps = 16, kRowsPagesMaxHeads = 8, kRowsPagesRow
                      kRowsPagesMaxStages = 5;
 inline constexpr int kRowsPagesRecord = 32;  // what warps know of a chunk
 // Chunks start at whole lines, as the pages do: bulk copies from lines to parts of two lines take
-// a seventh longer.
+// a quarter longer.
 KVTILE_HD constexpr uint32_t rows_whole_lines(uint32_t bytes) { return (bytes + 127) & ~127u; }
 
 struct RowsPages {
