@@ -17,6 +17,24 @@ __device__ __forceinline__ float load_element(const void* data, DType dtype, int
   return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
 }
 
+// Elements index, index + 1, ...: asked for together, under one look at the dtype.
+template <int kCount>
+__device__ __forceinline__ void load_elements(const void* data, DType dtype, int64_t index,
+                                              float (&x)[kCount]) {
+  const auto convert = [&x, index](const auto* elements, const auto& to_float) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) x[e] = to_float(elements[index + e]);
+  };
+  if (dtype == DType::kFloat32) {
+    convert(static_cast<const float*>(data), [](float element) { return element; });
+  } else if (dtype == DType::kFloat16) {
+    convert(static_cast<const __half*>(data), [](__half element) { return __half2float(element); });
+  } else {
+    convert(static_cast<const __nv_bfloat16*>(data),
+            [](__nv_bfloat16 element) { return __bfloat162float(element); });
+  }
+}
+
 __device__ __forceinline__ void store_element(void* data, DType dtype, int64_t index, float x) {
   if (dtype == DType::kFloat32) {
     static_cast<float*>(data)[index] = x;

@@ -328,15 +328,15 @@ __device__ __forceinline__ bool round_raw(const TileParams& params,
   for (int token = warp; token < kFillTokens; token += kWarps) {
     const int64_t chunk_token = sources[token].chunk_token;
     if (chunk_token < 0) continue;
-    const int64_t key_at =
-        chunk_token * call.chunk_key_stride_token + head * call.chunk_key_stride_head;
-    const int64_t value_at =
-        chunk_token * call.chunk_value_stride_token + head * call.chunk_value_stride_head;
-    float x[kPer];
-#pragma unroll
-    for (int e = 0; e < kPer; ++e) {
-      x[e] = load_element(call.chunk_key, call.dtype, key_at + kPer * lane + e);
-    }
+    float x[kPer], value[kPer];
+    load_elements(
+        call.chunk_key, call.dtype,
+        chunk_token * call.chunk_key_stride_token + head * call.chunk_key_stride_head + kPer * lane,
+        x);
+    load_elements(call.chunk_value, call.dtype,
+                  chunk_token * call.chunk_value_stride_token +
+                      head * call.chunk_value_stride_head + kPer * lane,
+                  value);
     if (params.format.rotated()) rotate_row<kPer>(x);
 #pragma unroll
     for (int e = 0; e < kPer; e += 2) {
@@ -349,8 +349,7 @@ __device__ __forceinline__ bool round_raw(const TileParams& params,
 #pragma unroll
     for (int e = 0; e < kPer; e += 2) {
       const int d = kPer * lane + e;
-      float a = load_element(call.chunk_value, call.dtype, value_at + d);
-      float b = load_element(call.chunk_value, call.dtype, value_at + d + 1);
+      float a = value[e], b = value[e + 1];
       lossy |= !isfinite(a) || !isfinite(b);
       a = isfinite(a) ? saturate(a) : 0.0f;
       b = isfinite(b) ? saturate(b) : 0.0f;

@@ -69,11 +69,9 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       const int64_t at = token * call.query_stride_token + query_head * call.query_stride_head;
       float largest = 0.0f;
       bool finite = true;
+      load_elements(call.query, call.dtype, at + kPer * lane, x);
 #pragma unroll
-      for (int e = 0; e < kPer; ++e) {
-        x[e] = load_element(call.query, call.dtype, at + kPer * lane + e);
-        finite &= isfinite(x[e]);
-      }
+      for (int e = 0; e < kPer; ++e) finite &= isfinite(x[e]);
       if (params.format.rotated()) rotate_row<kPer>(x);
 #pragma unroll
       for (int e = 0; e < kPer; ++e) largest = fmaxf(largest, fabsf(x[e]));
