@@ -11,9 +11,11 @@ namespace kvtile::cuda {
 namespace {
 
 // Measured on an H200. Time of an SM is in ns x SM: what all SMs together spend.
-constexpr double kRowsFixedUs = 20.0;           // launches, first pages, combine
-constexpr double kRowsSmNs = 1.5;               // a token-head, 128 dimensions, of any tile
-constexpr double kRowsSmNsPerRow = 0.41;        // and for each row of the tile's capacity
+constexpr double kRowsFixedUs = 20.0;     // launches, first pages, combine
+constexpr double kRowsSmNs = 1.5;         // a token-head, 128 dimensions, of any tile
+constexpr double kRowsSmNsPerRow = 0.41;  // and for each row of the tile's capacity
+constexpr double kRowsWgmmaSmNs = 3.7;    // the same of more than eight rows by wgmma
+constexpr double kRowsWgmmaSmNsPerRow = 0.26;
 constexpr double kRowsRawFlopsPerSmNs = 64.0;   // the raw chunk, in plain fp32
 constexpr double kTileFixedUs = 30.0;           // a dozen launches
 constexpr double kTileGroupUs = 10.0;           // a launch group of about one row block per SM
@@ -64,8 +66,12 @@ double rows_cost_us(const AttentionCall& call, int64_t seq_len, const DeviceInfo
 
   const double slots = token_heads(call, seq_len);
   const double bytes_ns = slots * format.slot_bytes() / device.copy_gb_per_s;
-  const double issue_ns = slots * static_cast<double>(tiles) * wide(call) *
-                          (kRowsSmNs + kRowsSmNsPerRow * rows) / device.num_sms;
+  // Not whether a call's addresses suit that kernel: the choice must not follow them.
+  const bool wgmma = device.arch == 90 && rows > kRowsPagesRows;
+  const double slot_ns =
+      wgmma ? kRowsWgmmaSmNs + kRowsWgmmaSmNsPerRow * rows : kRowsSmNs + kRowsSmNsPerRow * rows;
+  const double issue_ns =
+      slots * static_cast<double>(tiles) * wide(call) * slot_ns / device.num_sms;
   double raw_ns = 0.0;
   if (call.chunk_key != nullptr) {
     raw_ns = static_cast<double>(call.num_seqs * call.cache.num_kv_heads * tiles * q_len) * rows *
