@@ -484,8 +484,8 @@ __global__ void __launch_bounds__(fill_threads(kHeadDim), fill_blocks_of_sm(kHea
   copy(work, 0);
 #if __CUDA_ARCH__ >= 900
   // The attention over the tile before reads the one image there is; nothing was written to it so
-  // far: only the first step of a launch group may begin with blocks that no row sees. The attention
-  // of the launch group before has ended.
+  // far: only the first step of a launch group may begin with blocks that no row sees. The
+  // attention of the launch group before has ended.
   if (plan.buffers == 1 && at.step > 0) ptx::grid_dependency_wait();
 #endif
   for (int buffer = 0; work < end; buffer ^= 1) {

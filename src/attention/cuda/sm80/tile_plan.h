@@ -4,8 +4,8 @@
 // Vocabulary: a context is one (sequence, KV head); its packed rows (query token x head of the
 // group) are cut into row blocks; keys come in blocks of the kernel's shape. A launch group is a
 // few contexts and a run of their row blocks; a step is one tile of each context's tokens. Where
-// launches may overlap and a kernel gains by it, a few SMs dequantise the next step's tile while the
-// others attend over this one's.
+// launches may overlap and a kernel gains by it, a few SMs dequantise the next step's tile while
+// the others attend over this one's.
 #pragma once
 
 #include <algorithm>
