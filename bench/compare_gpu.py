@@ -642,18 +642,20 @@ def main(arguments):
     for name in options.sections:
         print(f"{name}: {SECTIONS[name].__doc__.splitlines()[0]}", flush=True)
         SECTIONS[name](library, clock, table)
-    if options.output:
-        document = {
-            "commit": options.commit or compare.git("rev-parse", "HEAD"),
-            "uncommitted_changes": False if options.commit else compare.uncommitted_changes(),
-            "machine": {"gpu": properties.name, "sms": properties.multi_processor_count,
-                        "memory_gib": round(properties.total_memory / 2**30)},
-            "command": options.shown,
-            "versions": {"kvtile": library.version(), "torch": torch.__version__,
-                         "cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()),
-                         "triton": peers.triton.__version__},
-            "rows": table.rows}
-        pathlib.Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
+        if options.output:
+            # After each: what was measured stays when the machine does not.
+            document = {
+                "commit": options.commit or compare.git("rev-parse", "HEAD"),
+                "uncommitted_changes": False if options.commit else compare.uncommitted_changes(),
+                "machine": {"gpu": properties.name, "sms": properties.multi_processor_count,
+                            "memory_gib": round(properties.total_memory / 2**30)},
+                "command": options.shown,
+                "versions": {"kvtile": library.version(), "torch": torch.__version__,
+                             "cuda": torch.version.cuda,
+                             "cudnn": str(torch.backends.cudnn.version()),
+                             "triton": peers.triton.__version__},
+                "rows": table.rows}
+            pathlib.Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
     missed = [row["name"] for row in table.rows if not row["met"]]
     print(f"{len(table.rows)} rows, {len(missed)} bars missed" +
           ("" if not missed else ": " + "; ".join(missed)))
