@@ -232,9 +232,9 @@ __device__ inline void clear_queries(uint32_t begin, uint32_t end) {
 
 // Queries of a tile: made into fp16 B fragments [pair of (step, tile of 8 rows)][lane][2 x 2
 // registers] or, with kCorePitch, into the core matrices of a k-major wgmma operand, so many bytes
-// apart, those of a k8 step side by side; rotated for rotated keys, each row scaled by a power of two to a largest element in
-// [8, 16); with each row's factor from dot products to log2 units. Those of a KV head follow the
-// one's before. The code runs once and cold: it is kept short.
+// apart, those of a k8 step side by side; rotated for rotated keys, each row scaled by a power of
+// two to a largest element in [8, 16); with each row's factor from dot products to log2 units.
+// Those of a KV head follow the one's before. The code runs once and cold: it is kept short.
 template <class Config, int kCorePitch = 0>
 struct QueryRows {
   static constexpr KeyCode kKey = Config::kKey;

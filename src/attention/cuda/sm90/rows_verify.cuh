@@ -265,9 +265,9 @@ struct RowsVerifyPipeline {
       }
       // A chunk may end after the last group.
       const bool none = mine >= span;
-      const uint32_t visible = state.scale_and_hide(
-          x, slots, p, !none && range.all_visible(mine), p.verify_memory.ranges + 16 * c,
-          none ? 0x7fffff00 : range.begin + mine + g);
+      const uint32_t visible = state.scale_and_hide(x, slots, p, !none && range.all_visible(mine),
+                                                    p.verify_memory.ranges + 16 * c,
+                                                    none ? 0x7fffff00 : range.begin + mine + g);
       weigh<true>(state, x, slots, visible);
     }
     accumulate(state);
