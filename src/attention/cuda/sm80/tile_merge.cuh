@@ -194,6 +194,8 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
       }
       const float4* fragment =
           params.carry(slot) + (tile * (kHeadDim / 8) + blockIdx.y * 8) * 32 + lane;
+      // A piece without keys has written its softmax alone.
+      if (!__any_sync(0xffffffffu, weight[0] != 0.0f || weight[1] != 0.0f)) continue;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float4 piece = fragment[j * 32];
