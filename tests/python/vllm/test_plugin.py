@@ -40,13 +40,15 @@ def test_the_cpu_platform_is_ours_and_answers_for_these_dtypes_only():
     assert f"{type(current_platform).__module__}.{type(current_platform).__name__}" == (
         kvtile.vllm.CPU_PLATFORM)
     assert current_platform.get_attn_backend_cls(None, selector()) == kvtile.vllm.BACKEND
+    assert current_platform.get_attn_backend_cls(
+        None, selector(use_batch_invariant=True)) == kvtile.vllm.BACKEND
     assert "CPUAttentionBackend" in current_platform.get_attn_backend_cls(
         None, selector(kv_cache_dtype="auto"))
 
 
 @pytest.mark.parametrize("features,named", (
     ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"),
-    ({"use_non_causal": True}, "non-causal"), ({"use_batch_invariant": True}, "batch invariance"),
+    ({"use_non_causal": True}, "non-causal"),
     ({"use_per_head_quant_scales": True}, "per-head quant scales")))
 def test_selection_refuses_what_is_outside_by_name(features, named):
     with pytest.raises(ValueError, match=named):
