@@ -254,8 +254,9 @@ def attend(query, cache: PagedCache, block_table, seq_lens, cu_seqlens_q=None, *
         pack_attention(
             dtype, q_ptr, out_ptr, lse_ptr, num_seqs, num_heads, total_q, softmax_scale, softcap,
             sinks_ptr, causal, batch_invariant, window, cache.packed, table_ptr, max_blocks,
-            table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr, chunk_value_ptr, *strides, tile_tokens,
-            max_q_len, max_seq_len, name, num_threads, ordinal, stream, space, space_bytes),
+            table_stride, cu_ptr, lens_ptr, first_ptr, chunk_key_ptr, chunk_value_ptr, *strides,
+            tile_tokens, max_q_len, max_seq_len, name, num_threads, ordinal, stream, space,
+            space_bytes),
         None if report is None else ctypes.byref(report)))
     return out if lse is None else (out, lse)
 

@@ -181,11 +181,11 @@ Status cuda_rows_run(const AttentionCall& call, Workspace workspace, const Devic
     verify = verify_of(call, device, plan.rows);
     residency = {verify.warps, verify.shared_bytes};
   }
-  const int64_t tile_states = int64_t{plan.num_subtiles} * plan.num_states() * shape.num_kv_heads;
-  const int64_t tile_blocks = tile_states / plan.block_heads(shape.num_kv_heads);
+  const int64_t tile_blocks = int64_t{plan.num_subtiles} * plan.num_states() *
+                              (shape.num_kv_heads / plan.block_heads(shape.num_kv_heads));
   RowsParams params =
       make_rows_params(call, plan, pages, verify, residency.warps, rows_wide_table(device.arch),
-                       workspace, plan.launch_tiles * tile_states);
+                       workspace, plan.launch_states(shape.num_kv_heads));
   params.early_launch = device.arch >= 90;
   do {
     const int64_t tiles = std::min(plan.launch_tiles, plan.num_tiles - params.first_tile);

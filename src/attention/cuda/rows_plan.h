@@ -317,7 +317,7 @@ constexpr RowsVerifyMemory rows_verify_memory(const SlotFormat& format, int rows
   memory.records = memory.ranges + sizes.ranges;
   memory.scratch = memory.records + verify.lanes * verify.stages * kRowsVerifyRecord;
   memory.pages = memory.scratch + warpgroups * 8 * rows * 4;
-  memory.weights = (memory.pages + 4 * verify.lanes * kRowsVerifyEpochGroups + 127) & ~127u;
+  memory.weights = rows_whole_lines(memory.pages + 4 * verify.lanes * kRowsVerifyEpochGroups);
   uint32_t end = memory.weights + warpgroups * kRowsVerifyTokens * rows * 2;
   if (rows_verify_query_pitch(format.key) == 256) {
     memory.query = kRowsWideTable + 128;
@@ -400,6 +400,10 @@ struct RowsPlan {
   int verify_heads = 0;  // not 0: blocks of warpgroups, of so many KV heads
 
   KVTILE_HD int num_states() const { return num_splits + (raw_chunk ? 1 : 0); }
+  // Of one launch.
+  int64_t launch_states(int num_kv_heads) const {
+    return launch_tiles * num_subtiles * num_states() * num_kv_heads;
+  }
   int block_heads(int num_kv_heads) const {
     return pages ? num_kv_heads : verify_heads > 0 ? verify_heads : 1;
   }
@@ -516,10 +520,8 @@ inline size_t rows_state_floats(int rows, int head_dim) {
 inline size_t rows_workspace_bytes(const RowsShape& shape, int resident_blocks) {
   const RowsPlan plan = make_rows_plan(shape, resident_blocks);
   if (plan.batch_invariant) {
-    const int64_t states =
-        plan.launch_tiles * plan.num_subtiles * shape.num_kv_heads * plan.num_states();
-    return static_cast<size_t>(states * plan.rows) * rows_state_floats(1, shape.head_dim) *
-           sizeof(float);
+    return static_cast<size_t>(plan.launch_states(shape.num_kv_heads)) *
+           rows_state_floats(plan.rows, shape.head_dim) * sizeof(float);
   }
   // Whether a call has blocks of all heads depends on its addresses: room for either.
   const int64_t page_rows =

@@ -54,8 +54,7 @@ Status cuda_rows_supports(const AttentionCall& call, const DeviceInfo& device) {
     return unsupported("device", device.name, "more shared memory a block");
   }
   const RowsPlan plan = make_rows_plan(shape, device.num_sms);
-  const int64_t blocks =
-      plan.launch_tiles * plan.num_subtiles * plan.num_states() * int64_t{shape.num_kv_heads};
+  const int64_t blocks = plan.launch_states(shape.num_kv_heads);
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
   const int combine_blocks = call.num_heads * (call.cache.format.head_dim / kRowsCombineDims);
   if (blocks > kMaxGrid || call.total_q > kMaxGrid / std::max(1, combine_blocks)) {
